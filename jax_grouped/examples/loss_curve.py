@@ -1,6 +1,7 @@
 """The losses of a run as CSV, and pictures of them and of the load of its experts."""
 
 import csv
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,17 @@ def format_losses(rows: Iterable[Losses]) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in (HEADER, *cells))
 
 
+def format_metrics(losses: Iterable[Losses], metrics: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the content of a `metrics.jsonl`: a line per step, with the losses and metrics that it has."""
+    others = {row["step"]: row for row in metrics}
+    lines = []
+    for row in losses:
+        named = ((name, value) for name, value in zip(HEADER, row, strict=True) if value is not None)
+        finite = {name: value if math.isfinite(value) else None for name, value in named}
+        lines.append(json.dumps({**finite, **others.get(row.step, {})}) + "\n")
+    return "".join(lines)
+
+
 def train_points(rows: Iterable[Losses]) -> list[tuple[int, float]]:
     """Returns the steps with a training loss, and its values."""
     return [(row.step, row.train) for row in rows if row.train is not None]
@@ -70,7 +82,7 @@ def draw(rows: Sequence[Losses], title: str) -> Figure:
 
 
 def draw_load(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Returns a picture of the experts' load in lines of `metrics.jsonl`, a panel per block: 1 is an even share."""
+    """Returns a picture of the experts' load in metrics of several steps, a panel per block: 1 is an even share."""
     loads = np.array([row["expert_load"] for row in rows])  # [step, block, expert]
     blocks, experts = loads.shape[1:]
     shown = range(0, len(rows), math.ceil(len(rows) / 10))

@@ -57,14 +57,15 @@ class Programs(NamedTuple):
         initialise: makes the state before the first step.
         take_step: `(state, batch)` to the next state and the metrics of the step.
         held_out_loss: `(state, batch)` to the loss in nats per byte.
-        split: `uint8[N, S + 1]` windows as `batch`: in microbatches, and these over devices where that is an axis.
+        split: `uint8[N, S + 1]` windows as `batch`: in microbatches, and these over devices. All processes have all
+            windows, and each one copies to its devices what is theirs.
         state: shapes, types and shardings of the state.
     """
 
     initialise: Callable[[], TrainState]
     take_step: Any
     held_out_loss: Any
-    split: Callable[[np.ndarray], np.ndarray]
+    split: Callable[[np.ndarray], Any]
     state: TrainState
 
 
@@ -82,8 +83,11 @@ def programs(settings: Settings, devices: Devices) -> Programs:
         optimizer = optax.chain(optax.clip_by_global_norm(MAX_GRADIENT_NORM), optax.adam(learning_rate(settings)))
         return TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(settings.seed)), tx=optimizer)
 
-    def split(windows: np.ndarray) -> np.ndarray:
-        return windows.reshape(-1, *microbatch, windows.shape[-1])
+    def split(windows: np.ndarray) -> Any:
+        batch = windows.reshape(-1, *microbatch, windows.shape[-1])
+        if settings.parallel == "pmap":
+            return batch
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, P(None, BOTH)), batch, batch.shape)
 
     def gradients_and_metrics(variables: Variables, batch: jax.Array) -> tuple[Variables, StepMetrics]:
         if EXPERT in axes:
@@ -125,7 +129,8 @@ def programs(settings: Settings, devices: Devices) -> Programs:
         pmap = functools.partial(jax.pmap, axis_name=DATA, in_axes=(None, 1), out_axes=None, devices=used)
         return Programs(initialise, pmap(take_step, donate_argnums=0), pmap(held_out_loss), split, state)
     inputs = shardings, NamedSharding(mesh, P(None, BOTH))
-    jit = functools.partial(jax.jit, in_shardings=inputs, compiler_options=COPY_ENGINES)
+    options = COPY_ENGINES if jax.process_count() == 1 else None
+    jit = functools.partial(jax.jit, in_shardings=inputs, compiler_options=options)
     step = jit(take_step, donate_argnums=0, out_shardings=(shardings, whole))
     return Programs(initialise, step, jit(held_out_loss, out_shardings=whole), split, state)
 

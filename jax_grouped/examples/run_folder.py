@@ -20,7 +20,8 @@ import orbax.checkpoint as ocp
 from filelock import FileLock, Timeout
 from flax.training.train_state import TrainState
 
-from jax_grouped.examples.loss_curve import Losses, draw, draw_load, format_losses
+from jax_grouped.examples.loss_curve import Losses, draw, draw_load, format_losses, format_metrics
+from jax_grouped.examples.processes import agree, saved_steps
 from jax_grouped.examples.settings import Settings, UsageError
 
 
@@ -28,12 +29,13 @@ class RunFolder:
     """A folder with one run in it, or none.
 
     A checkpoint holds the state, all losses and all metrics; of the other files only `settings.json` is ever read.
+    Processes that train together save and restore together; all else is written by process 0 alone.
     Methods that write raise an OSError if the system refuses.
 
     Attributes:
         path: the folder.
         losses: the rows of `loss.csv`.
-        metrics: the lines of `metrics.jsonl`, of the steps after which the model was evaluated.
+        metrics: the metrics of the steps after which the model was evaluated.
     """
 
     def __init__(self, path: str):
@@ -46,19 +48,18 @@ class RunFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Makes the folder if there is none, and keeps other processes out of it until this one leaves or ends."""
-        self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(FileLock(self.path / "train_moe.lock", timeout=0))
-            except Timeout:
-                raise UsageError(f"--out: {self.path} is in use by another process") from None
+            if jax.process_index() == 0:
+                self.path.mkdir(parents=True, exist_ok=True)
+                try:
+                    stack.enter_context(FileLock(self.path / "train_moe.lock", timeout=0))
+                except Timeout:
+                    raise UsageError(f"--out: {self.path} is in use by another process") from None
             yield
 
     def check(self, resume: bool) -> None:
         """Raises a UsageError if there is no run to resume, or anything with the name of a file of a new run."""
-        # Not by a manager, which deletes what another process may be writing.
-        started = any(path.name.isdigit() for path in self._checkpoints_path.glob("*"))
-        if resume and not started:
+        if resume and not saved_steps(self.path):
             raise UsageError(f"--resume: there is no checkpoint in {self.path}")
         names = "settings.json checkpoints loss.csv loss.png metrics.jsonl load.png tensorboard"
         for path in (self.path / name for name in names.split()):
@@ -84,7 +85,7 @@ class RunFolder:
         self.losses += losses
         self.metrics += metrics
         _replace(self.path / "loss.csv", format_losses(self.losses))
-        _replace(self.path / "metrics.jsonl", "".join(f"{json.dumps(row)}\n" for row in self.metrics))
+        _replace(self.path / "metrics.jsonl", format_metrics(self.losses, self.metrics))
 
     def save(self, step: int, state: TrainState, title: str) -> None:
         """Saves a checkpoint, or raises a UsageError; draws the loss curve and the load of the experts."""
@@ -96,6 +97,8 @@ class RunFolder:
             # TensorStore reports a refusal of the system as a ValueError.
             reason = f"{_reason(error)}; --resume continues from the latest that is there"
             raise UsageError(f"--out: cannot save a checkpoint in {self._checkpoints_path}: {reason}") from None
+        if jax.process_index() > 0:
+            return
         draw(self.losses, title).savefig(self.path / "loss.png", dpi=150)
         if self.metrics:
             draw_load(self.metrics, title).savefig(self.path / "load.png", dpi=150)
@@ -109,25 +112,29 @@ class RunFolder:
         items = ocp.args.Composite(state=ocp.args.StandardRestore(like), records=ocp.args.JsonRestore())
         unreadable: dict[int, str] = {}
         for step in sorted(self._checkpoints.all_steps(), reverse=True):
+            reason = ""
             try:
                 restored = self._checkpoints.restore(step, args=items)
-                state, records = restored.state, restored.records
-                if state.step != step or int(_checksum(state)) != records["checksum"]:
-                    raise ValueError("it is not what was saved")
-                break
+                state, records = restored.state, dict(restored.records)
             except jax.errors.JaxRuntimeError:
                 # The device's, for example of too little memory.
                 raise
             except Exception as error:
                 # Orbax has no error of its own for files that are damaged.
-                unreadable[step] = _reason(error)
+                reason = _reason(error)
+            # All processes compute the checksum together, or none does.
+            readable = agree(bool(reason)) == [0]
+            if readable and state.step == step and int(_checksum(state)) == records.get("checksum"):
+                break
+            unreadable[step] = reason or "it is not what was saved"
         else:
             reasons = "; ".join(f"of step {step}: {reason}" for step, reason in unreadable.items())
             raise UsageError(f"--resume: no checkpoint in {self._checkpoints_path} can be read ({reasons})")
-        for damaged, reason in unreadable.items():
+        for damaged, reason in unreadable.items() if jax.process_index() == 0 else ():
             moved = tempfile.mkdtemp(prefix="unreadable-", dir=self.path)
             (self._checkpoints_path / str(damaged)).rename(Path(moved, str(damaged)))
             print(f"note: the checkpoint of step {damaged} cannot be read ({reason}) and has been moved to {moved}")
+        agree(0)  # The other processes wait until they are gone.
         self._checkpoints.reload()
         self.losses, self.metrics = [Losses(*row) for row in records["losses"]], records["metrics"]
         return step, state
@@ -152,7 +159,9 @@ def _checksum(state: TrainState) -> jax.Array:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file so that an interruption leaves the old one or the new one, never half of it."""
+    """Writes a file in process 0, so that an interruption leaves the old one or the new one, never half of it."""
+    if jax.process_index() > 0:
+        return
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.replace(part, path)

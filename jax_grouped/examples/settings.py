@@ -35,8 +35,9 @@ _DESCRIPTION = f"""\
 Train a byte-level transformer whose feed-forward layers are mixtures of experts, each a MoEMlp of jax_grouped.
 
 On a CPU the default sizes train for about a minute. The run's folder receives loss.csv and loss.png; settings.json and
-checkpoints/; metrics.jsonl, with the gradient norm and, per block, the balance loss, the load of the experts, the part
-of dropped pairs and the largest value of the tokens that go to the experts; and load.png, a picture of that load.
+checkpoints/; metrics.jsonl, with the losses and, of the steps after which the held-out loss is evaluated, the gradient
+norm and, per block, the balance loss, the load of the experts, the part of dropped pairs and the largest value of the
+tokens that go to the experts; and load.png, a picture of that load.
 A new run never overwrites an earlier one: it ends at once where one of these exists.
 Ctrl-C or SIGTERM ends a run after its current step, with a checkpoint. --resume continues it with its settings; only
 {", ".join(map(_flag, CHANGEABLE))} may differ.
@@ -48,15 +49,21 @@ or per block of 32.
 --parallel: with pmap every device has the whole model and a part of the batch. With expert it has a part of the experts
 and of the batch, and tokens travel to their experts and back; groups of --expert-devices share the batch. The curves
 are the same but for rounding, without --capacity-factor, which drops rows that a device has no room for.
+
+Tasks that srun or mpirun starts train together, with --parallel expert unless told otherwise. Processes that are
+started by hand need --coordinator, --num-processes and --process-id. All of them see the folder --out and read the same
+text; process 0 writes and prints.
 """
 
 
-def _option(default: Any, text: str, kind: type | None = None, choices: Iterable[str] | None = None) -> Any:
+def _option(
+    default: Any, text: str, kind: type | None = None, choices: Iterable[str] | None = None, metavar: str | None = None
+) -> Any:
     """Returns a field of `Settings`; the default None says that others decide, and needs `kind`."""
     kind = kind or type(default)
     if kind is bool:
         return dataclasses.field(metadata={"action": "store_true", "help": text})
-    metavar = None if choices else {int: "N", float: "X", str: "PATH"}[kind]
+    metavar = None if choices else metavar or {int: "N", float: "X", str: "PATH"}[kind]
     text += "" if default is None else " (default: %(default)s)"
     return dataclasses.field(
         metadata={"default": default, "type": kind, "choices": choices, "metavar": metavar, "help": text}
@@ -80,6 +87,9 @@ class Settings:
     parallel: str = _option("none", "use of several devices, see above", choices=("none", "pmap", "expert"))
     devices: int | None = _option(None, "of --parallel pmap and expert (default: all that there are)", int)
     expert_devices: int | None = _option(None, "devices that the experts are split over (default: --devices)", int)
+    coordinator: str | None = _option(None, "address of process 0, see above", str, metavar="HOST:PORT")
+    num_processes: int | None = _option(None, "processes that train together; 1 ignores those of srun and mpirun", int)
+    process_id: int | None = _option(None, "number of this process, from 0 on", int)
     seed: int = _option(0, "of the parameters and the data order")
     batch: int = _option(16, "sequences per step, on all devices together")
     microbatches: int = _option(1, "parts of the batch, taken one after another; they share quantized kernels")
@@ -96,7 +106,7 @@ class Settings:
 
     def recorded(self) -> dict[str, Any]:
         """Returns the settings that a run's folder keeps, to resume with: not those of one process."""
-        temporary = ("out", "resume", "log", "sample")
+        temporary = ("out", "resume", "log", "sample", "coordinator", "num_processes", "process_id")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in temporary}
 
 
@@ -171,7 +181,7 @@ def _require(rules: Iterable[tuple[bool, str]]) -> None:
 def _check(s: Settings) -> None:
     """Raises a UsageError if settings are out of range or do not fit one another."""
     for name, value in dataclasses.asdict(s).items():
-        least = 0 if name in ("seed", "cool_down", "sample") else 1
+        least = 0 if name in ("seed", "cool_down", "sample", "process_id") else 1
         if type(value) is int and not least <= value < 2**31:
             raise UsageError(f"{_flag(name)} must be at least {least} and less than 2^31, got {value}")
         if type(value) is float and not 0 < value < math.inf:
@@ -196,8 +206,8 @@ class Devices(NamedTuple):
     expert: int
 
 
-def count_devices(s: Settings, available: int) -> Devices:
-    """Returns the numbers of devices that settings ask for, of those that are available.
+def count_devices(s: Settings, available: int, processes: int = 1) -> Devices:
+    """Returns the numbers of devices that settings ask for, of those that are available to all processes together.
 
     Raises:
         UsageError: there are too few, or something cannot be split evenly over them.
@@ -205,8 +215,11 @@ def count_devices(s: Settings, available: int) -> Devices:
     total = s.devices or (1 if s.parallel == "none" else available)
     expert = s.expert_devices or (total if s.parallel == "expert" else 1)
     both = f"--devices * --microbatches, here {total} * {s.microbatches}"
+    all_devices = f"--devices {total} must be all {available} of the {processes} processes"
     rules = [
+        (processes == 1 or s.parallel != "pmap", "--parallel pmap is for one process; --parallel expert takes several"),
         (total <= available, f"--devices {total} is more than the {available} that JAX sees"),
+        (processes == 1 or total == available, all_devices),
         (total % expert == 0, f"--devices {total} must be a multiple of --expert-devices {expert}"),
         (s.experts % expert == 0, f"--experts {s.experts} must be a multiple of --expert-devices, here {expert}"),
         (s.batch % (total * s.microbatches) == 0, f"--batch {s.batch} must be a multiple of {both}"),

@@ -1,17 +1,14 @@
 """The training loop of `train_moe`: a run that can be continued, and text of its model."""
 
-import contextlib
 import dataclasses
-import os
-import signal
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
+from jax.experimental import multihost_utils
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
@@ -19,6 +16,7 @@ from jax_grouped.__main__ import choose_backend
 from jax_grouped.examples.loss_curve import Losses
 from jax_grouped.examples.model import language_model
 from jax_grouped.examples.parallel import Programs, StepMetrics, programs
+from jax_grouped.examples.processes import Signals, agree
 from jax_grouped.examples.run_folder import RunFolder
 from jax_grouped.examples.settings import Devices, Settings, UsageError
 from jax_grouped.examples.text_data import Corpus, even_windows, random_windows
@@ -48,17 +46,24 @@ class Run(NamedTuple):
     @property
     def model(self) -> str:
         """Description of the model and of the devices that a step uses."""
-        s, several = self.settings, f"{self.devices.total} devices"
+        s, several = self.settings, counted(self.devices.total, "device")
+        if jax.process_count() > 1:
+            several += f" of {jax.process_count()} processes"
         expert = f"{several} with the experts over {self.devices.expert}"
         placement = {"none": "one device", "pmap": f"pmap over {several}", "expert": expert}[s.parallel]
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.programs.state.params["params"]))
-        sizes = f"{parameters:,} parameters, {s.layers} layers, {s.top_k} of {s.experts} experts per byte"
+        sizes = f"{parameters:,} parameters, {counted(s.layers, 'layer')}, {s.top_k} of {s.experts} experts per byte"
         return f"{sizes}, recipe {s.recipe}, Flax {s.layer}, {placement}"
 
-    def batch(self, corpus: Corpus, step: int) -> np.ndarray:
+    def batch(self, corpus: Corpus, step: int) -> Any:
         """Returns the batch of the step after this number of steps."""
         s = self.settings
         return self.programs.split(random_windows(corpus.train, s.sequence, s.batch, s.seed, step))
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number and its noun, which gets an `s` as its plural."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def prepare(settings: Settings, devices: Devices) -> Run:
@@ -75,11 +80,13 @@ def prepare(settings: Settings, devices: Devices) -> Run:
     return Run(settings, devices, computed, step)
 
 
-def train(run: Run, corpus: Corpus, folder: RunFolder) -> tuple[int, TrainState, float | None, int | None]:
+def train(
+    run: Run, corpus: Corpus, folder: RunFolder, signals: Signals
+) -> tuple[int, TrainState, float | None, int | None]:
     """Trains to step `settings.steps` and keeps `folder` current; with `settings.resume`, from its latest checkpoint.
 
     Losses, metrics and checkpoints are written after all is compiled. From then on a signal ends the run after its
-    step.
+    step or, in several processes, after the same step in all of them, about a second later.
 
     Returns:
         The number of steps that have been taken; the state after them, which is saved; bytes per second, not counting
@@ -98,19 +105,21 @@ def train(run: Run, corpus: Corpus, folder: RunFolder) -> tuple[int, TrainState,
     held_out = run.programs.split(even_windows(corpus.held_out, settings.sequence, HELD_OUT_BATCHES * settings.batch))
     evaluate = run.programs.held_out_loss.lower(run.programs.state, held_out).compile()
     take_step = run.step.compile()
-    first_step, seconds = step, 0.0
+    first_step, asks_at, number, seconds = step, step + 1, 0, 0.0
     losses: list[jax.Array] = []
-    logs = settings.log == "tensorboard"
+    silent, end = jax.process_index() > 0, settings.steps * size
+    logs = settings.log == "tensorboard" and not silent
     events = SummaryWriter(str(folder.path / "tensorboard"), purge_step=step + 1, write_to_disk=logs)
-    bar = tqdm(initial=step * size, total=settings.steps * size, unit="byte", unit_scale=True, dynamic_ncols=True)
-    with _until_signal() as signals, events, bar:
+    bar = tqdm(initial=step * size, total=end, unit="byte", unit_scale=True, dynamic_ncols=True, disable=silent)
+    signals.trains = True
+    with events, bar:
         folder.write_settings(settings, corpus.sha256)
         if step == 0:
             state = run.programs.initialise()
             rows = [Losses(0, None, float(evaluate(state, held_out)))]
             folder.add(rows, [])
             _add_events(events, rows, [])
-        started = time.perf_counter()
+        began = started = time.perf_counter()
         while step < settings.steps:
             state, metrics = take_step(state, run.batch(corpus, step))
             losses.append(metrics.loss)
@@ -120,8 +129,12 @@ def train(run: Run, corpus: Corpus, folder: RunFolder) -> tuple[int, TrainState,
                 # Reading the loss of the step before leaves the device with one to work on.
                 bar.set_postfix_str(f"loss {float(losses[-2]):.3f}", refresh=False)
             bar.update(size)
-            # Read once for all that follows: a signal can come at any time.
-            stops = bool(signals) or step == settings.steps
+            if step == asks_at:
+                # Several processes agree once a second, after as many steps as a second has: each time takes some.
+                pace = (step - first_step - 1) / (time.perf_counter() - began) if jax.process_count() > 1 else 0
+                number, pace = agree((signals.numbers or [0])[0], int(pace))
+                asks_at = step + 1 + pace
+            stops = number > 0 or step == settings.steps
             evaluates = step % settings.eval_every == 0 or step == settings.steps
             saves = step % settings.save_every == 0 or stops
             if not evaluates and not saves:
@@ -141,11 +154,12 @@ def train(run: Run, corpus: Corpus, folder: RunFolder) -> tuple[int, TrainState,
             if stops:
                 break
             started = time.perf_counter()
-    return step, state, (step - first_step) * size / seconds, signals[0] if step < settings.steps else None
+    signals.trains = False
+    return step, state, (step - first_step) * size / seconds, number if step < settings.steps else None
 
 
 def _metrics_row(step: int, metrics: StepMetrics) -> dict[str, Any]:
-    """Returns a line of `metrics.jsonl`: numbers and lists, one value per block; None for what is no finite number.
+    """Returns metrics as `metrics.jsonl` has them: numbers and lists, one per block; None for what is not finite.
 
     `expert_load` and `dropped` are parts of the pairs of a token and an expert.
     """
@@ -175,29 +189,6 @@ def _add_events(events: SummaryWriter, losses: list[Losses], metrics: list[dict[
                     events.add_scalar(name + "".join(parts), value, row["step"])
 
 
-@contextlib.contextmanager
-def _until_signal() -> Iterator[list[int]]:
-    """Yields a list that gets the first SIGINT or SIGTERM; a second one ends the process at once."""
-    signals: list[int] = []
-    first_time = 0.0
-
-    def handle(number: int, _: Any) -> None:
-        nonlocal first_time
-        if not signals:
-            signals.append(number)
-            first_time = time.monotonic()
-        elif time.monotonic() - first_time > 1:  # `timeout` of GNU sends a process each signal twice.
-            os.write(2, b"\ntrain_moe: interrupted; --resume continues from the latest checkpoint, if there is one\n")
-            os._exit(128 + number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
     """Returns the last line of a held-out text, and what the model of a state predicts after it, byte by byte."""
     settings = run.settings
@@ -209,7 +200,8 @@ def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
         byte = jax.random.categorical(key, model.apply(variables, window[None])[0][0, -1] / TEMPERATURE)
         return jnp.append(window[1:], byte)
 
-    variables, window, text = jax.device_put(state.params, jax.devices()[0]), jnp.asarray(prompt, jnp.int32), []
+    whole = multihost_utils.process_allgather(state.params, tiled=True)
+    variables, window, text = jax.device_put(whole, jax.local_devices()[0]), jnp.asarray(prompt, jnp.int32), []
     for key in jax.random.split(jax.random.key(settings.seed), settings.sample):
         window = predict(variables, window, key)
         text.append(window[-1])

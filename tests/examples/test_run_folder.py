@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jax_grouped.examples import training
+from jax_grouped.examples.processes import _describe
 from jax_grouped.examples.run_folder import RunFolder
 from tests.examples.programs import TINY, files_in, read_rows, run, succeed
 
@@ -102,9 +103,9 @@ def test_an_interrupted_run_saves_its_last_step_and_resumes_from_it(
 @pytest.mark.parametrize(
     ("patch", "signals", "status", "message"),
     [
-        (COMPILING, [signal.SIGINT], -signal.SIGINT, ""),
+        (COMPILING, [signal.SIGINT], 130, "interrupted: nothing is saved; the same command starts again"),
         (SAVING, [signal.SIGKILL], -signal.SIGKILL, ""),
-        (SAVING, 4 * [signal.SIGINT], 130, "interrupted; --resume continues from the latest checkpoint"),
+        (SAVING, 4 * [signal.SIGINT], 130, "interrupted: step 4 is saved; --resume continues from there"),
         (FULL_DISK, [], 2, "checkpoints: File too large; --resume continues from the latest that is there"),
     ],
     ids=["Ctrl-C while compiling", "killed", "a second Ctrl-C", "full disk"],
@@ -140,6 +141,14 @@ def test_a_run_that_ends_at_once_leaves_what_was_saved_before(
     assert len(left) == 2, "the checkpoint of step 8 lies there under another name"
     if signals == [signal.SIGKILL]:  # What is left has the same form in all cases.
         resume(folder, 4, finished[0])
+
+
+def test_a_process_that_ends_at_once_says_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").touch()
+    assert _describe(tmp_path) == f"nothing is saved; delete {tmp_path} or choose another --out, and start again"
+    (tmp_path / "checkpoints" / "12").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "8").mkdir()
+    assert _describe(tmp_path) == "step 12 is saved; --resume continues from there"
 
 
 def test_a_folder_has_one_process_at_a_time(finished_copy: Path, text_file: Path) -> None:

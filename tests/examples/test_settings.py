@@ -1,16 +1,21 @@
 """The options of `train_moe`, the text that it reads, its loss curve, and errors about what does not fit."""
 
+import functools
+import math
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
 import jax_grouped as jg
-from jax_grouped.examples import parallel, settings, text_data
-from jax_grouped.examples.loss_curve import Losses, draw, format_losses, read_losses
+from jax_grouped.examples import parallel, processes, settings, text_data
+from jax_grouped.examples.loss_curve import Losses, draw, format_losses, format_metrics, read_losses
 from jax_grouped.examples.settings import UsageError, parse
 from jax_grouped.kernels import product
 from tests.examples.programs import TINY, run
@@ -59,6 +64,57 @@ def test_work_is_split_evenly_over_all_devices_unless_fewer_are_asked_for() -> N
     }.items():
         with pytest.raises(UsageError, match=re.escape(message)):
             settings.count_devices(parse(flags.split()), available=8)
+
+
+def test_several_processes_use_all_their_devices() -> None:
+    assert settings.count_devices(parse(["--parallel", "expert"]), available=4, processes=2) == (4, 4)
+    for flags in ("--parallel pmap", "--parallel expert --devices 2"):
+        with pytest.raises(UsageError, match=r"is for one process|must be all 4 of the 2 processes"):
+            settings.count_devices(parse(flags.split()), available=4, processes=2)
+
+
+def test_processes_are_joined_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialize, slurm = mock.Mock(), {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "a[0-1]"}
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    for flags, variables, expected in [
+        ("--coordinator host:1234 --num-processes 2 --process-id 0", {}, ("host:1234", 2, 0)),
+        ("", slurm, (None, None, None)),
+        ("", {"OMPI_COMM_WORLD_SIZE": "2"}, (None, None, None)),
+        ("", {}, None),
+        ("", {"SLURM_NTASKS": "2"}, None),
+        ("", {**slurm, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ("--num-processes 1", slurm, None),
+    ]:
+        initialize.reset_mock()
+        with mock.patch.dict(os.environ, variables):
+            processes.join_processes(parse(flags.split()))
+        assert (initialize.call_args and initialize.call_args.args) == expected, (flags, variables)
+
+
+def test_processes_that_cannot_join_the_others_say_so() -> None:
+    hasty = "from jax_grouped.examples import processes, train_moe; processes.JOIN_SECONDS = 1; train_moe.main()"
+    command = [sys.executable, "-c", hasty, "--coordinator", "localhost:1", "--num-processes", "2"]
+    for flags, message in ([], "The process id"), (["--process-id", "1"], "have not come in 1 seconds: name them"):
+        ended = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=60)
+        assert message in ended.stderr
+        assert ended.stderr.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_one_of_several_processes_tells_why_none_starts(process: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    first = process == 0
+    for other_failed, error, raised in [
+        (0, OSError(), OSError),
+        (1, OSError(), OSError if first else SystemExit),
+        (1, None, SystemExit),
+        (0, None, UsageError if first else SystemExit),  # The other has another digest, 0.
+    ]:
+        rows = functools.partial(np.insert, obj=2 if first else 0, values=[other_failed, 0])
+        monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda mine, f=rows: f(mine).reshape(2, 2))
+        with pytest.raises(raised), processes.in_all_processes():
+            if error:
+                raise error
 
 
 def test_a_resumed_run_has_the_recorded_settings_and_may_change_its_devices() -> None:
@@ -154,6 +210,16 @@ def test_rows_are_read_as_they_were_written_and_a_file_that_is_no_curve_is_repor
 
         with pytest.raises(UsageError, match=f"{path} is not a loss curve of this program"):
             read_losses(path)
+
+
+def test_lines_of_metrics_have_the_losses_and_null_for_what_is_not_finite() -> None:
+    lines = format_metrics([ROWS[0], ROWS[2], Losses(3, math.nan, None)], [{"step": 2, "dropped": [0.0]}])
+
+    assert lines.splitlines() == [
+        '{"step": 0, "held_out_loss": 6.0}',
+        '{"step": 2, "train_loss": 5.0, "held_out_loss": 4.5, "dropped": [0.0]}',
+        '{"step": 3, "train_loss": null}',
+    ]
 
 
 def test_the_picture_has_a_line_of_the_training_loss_and_dots_of_the_held_out_loss() -> None:

@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 
 import jax_grouped as jg
 from jax_grouped.examples import moe_lm, moe_lm_nnx, parallel, training
-from jax_grouped.examples.loss_curve import held_out_points, read_losses, train_points
+from jax_grouped.examples.loss_curve import Losses, format_losses, held_out_points, read_losses, train_points
 from jax_grouped.examples.moe_lm import VOCABULARY
 from jax_grouped.examples.parallel import StepMetrics, programs
 from jax_grouped.examples.settings import Devices, parse
@@ -41,11 +41,16 @@ def test_a_run_learns_and_leaves_its_files(finished: tuple[Path, str]) -> None:
     assert [step for step, _ in train_points(losses)] == [*range(1, 13)]
     assert [step for step, _ in held_out_points(losses)] == [0, 3, 6, 9, 12]
     assert losses[-1].held_out < losses[0].held_out - 1
-    assert f"held-out loss before: {losses[0].held_out:.3f} nats" in out
-    assert f"held-out loss after: {losses[-1].held_out:.3f} nats" in out
+    before, after = losses[0].held_out, losses[-1].held_out
+    assert f"held-out loss: {before:.3f} nats per byte before training, {after:.3f} after, or " in out
+    assert ", 1 layer, " in out
+    assert "\ndone: step 12, at " in out
+    assert f"\nfiles in {folder}:\n" in out
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "load.png"))
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "8"]
-    assert [row["step"] for row in metrics] == [3, 6, 9, 12]
+    shown_losses = [Losses(row["step"], row.get("train_loss"), row.get("held_out_loss")) for row in metrics]
+    assert format_losses(shown_losses) == (folder / "loss.csv").read_text()
+    metrics = [row for row in metrics if "held_out_loss" in row and row["step"]]
     for row in metrics:
         assert np.shape(row["expert_load"]) == (1, 4)
         assert np.sum(row["expert_load"]) == pytest.approx(1)
@@ -61,6 +66,7 @@ def test_a_run_learns_and_leaves_its_files(finished: tuple[Path, str]) -> None:
         shown.setdefault(tag, []).append((step, value))
     assert shown["loss/train"] == train_points(losses)
     assert shown["loss/held_out"] == held_out_points(losses)
+    assert [step for step, _ in shown["amax/block_0"]] == [3, 6, 9, 12]
     assert shown["amax/block_0"] == [(row["step"], row["amax"][0]) for row in metrics]
     assert shown["expert_load/block_0/expert_3"] == [(row["step"], row["expert_load"][0][3]) for row in metrics]
     (events,) = (folder / "tensorboard").iterdir()
