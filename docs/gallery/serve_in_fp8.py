@@ -108,12 +108,12 @@ def megabytes(layer):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(layer))) / 1e6
 
 
-of_model = megabytes([model.experts.gate_up, model.experts.down])
-of_served = megabytes([served.experts.gate_up, served.experts.down])
-print(f"experts as trained, float32: {of_model:.2f} MB")
-print(f"experts in bfloat16:         {of_model / 2:.2f} MB")
-print(f"experts in FP8:              {of_served:.2f} MB")
-assert of_served < 0.26 * of_model
+model_bytes = megabytes([model.experts.gate_up, model.experts.down])
+served_bytes = megabytes([served.experts.gate_up, served.experts.down])
+print(f"experts as trained, float32: {model_bytes:.2f} MB")
+print(f"experts in bfloat16:         {model_bytes / 2:.2f} MB")
+print(f"experts in FP8:              {served_bytes:.2f} MB")
+assert served_bytes < 0.26 * model_bytes
 
 # %% [markdown]
 # ## Agreement with bfloat16
