@@ -254,7 +254,7 @@ def kernel_forms(
                 if bound and not form.is_shared and jnp.shape(array) != part:
                     raise ValueError(
                         f"{name}'s {parameter} must be this device's part, of shape {part}, got {jnp.shape(array)}: "
-                        f"in_specs of jax.shard_map must split it over {bound}."
+                        f"in_specs of jax.shard_map must split it over {bound}, in this order."
                     )
     return forms
 

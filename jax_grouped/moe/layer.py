@@ -311,6 +311,8 @@ def _run_on_device(
             shared = jnp.where(first, shared, 0)
 
     batch = parallel.token_axes or None
+    if batch is not None:  # Tokens may be the same on all devices of an axis.
+        x, given, choice, exists, _ = vary_alike(x, given, choice, exists, jax.lax.axis_index(batch))
     real_tokens = mean_count(exists, tokens, batch)  # on average over the devices
     if exists is not None:
         # No gradient either: NaN times 0 would be NaN.

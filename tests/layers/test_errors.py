@@ -196,7 +196,9 @@ def test_whole_parameters_where_a_part_is_expected_say_what_splits_them(name: st
         cases.append({"params": {"router": P(), "gate_up": split, "down": split}})
     part = "(2, 32, 2, 16)" if axis == "experts" else "(4, 32, 2, 8)"
     whole = f"kernel must be this device's part, of shape {part}, got (4, 32, 2, 16): in_specs of jax.shard_map must"
-    for specs, message in zip(cases, (f"{whole} split it over ['data'].", "bias must be this device's"), strict=False):
+    for specs, message in zip(
+        cases, (f"{whole} split it over ['data'], in this order.", "bias must be this device's"), strict=False
+    ):
         step = jax.shard_map(
             lambda *arguments: apply(*arguments)[0], mesh=data_mesh(2), in_specs=(specs, tokens), out_specs=tokens
         )

@@ -61,6 +61,19 @@ def test_results_and_gradients_are_those_of_one_device() -> None:
         assert str(jax.make_jaxpr(split)(*arrays())).count(f"expected_tokens={share}") == 6, method
 
 
+def test_devices_may_have_the_same_tokens() -> None:
+    def result(*arrays: jax.Array, **options: Any) -> Any:
+        y, metrics = jg.moe.moe_mlp(*arrays, **LAYER, **options)
+        return y, metrics.balance_loss[None]
+
+    parallel, specs = Parallel(experts="data"), (P(), P(), P("data"), P("data"))
+    local = functools.partial(result, parallel=parallel)
+    split = jax.shard_map(local, mesh=data_mesh(DEVICES), in_specs=specs, out_specs=P("data"))
+
+    for got, expected in zip(jax.jit(split)(*arrays()), jax.jit(result)(*arrays()), strict=True):
+        np.testing.assert_allclose(got, jnp.concatenate(DEVICES * [expected]), rtol=1e-5, atol=1e-4)
+
+
 def test_shard_map_outside_of_jit_gives_what_it_gives_inside() -> None:
     def result(*arrays: jax.Array) -> jax.Array:
         options = dict(router=ROUTER, parallel=Parallel(experts="data"), recipe=jg.Float8CurrentScaling())
