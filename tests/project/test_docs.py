@@ -107,7 +107,7 @@ def linked_file(target: str, page: Path) -> Path | None:
     site = URLS["Documentation"]
     if target.startswith(site):
         name = target.removeprefix(site).strip("/")
-        files = [ROOT / "docs" / f"{name}.md", ROOT / name / "README.md"]
+        files = [ROOT / "docs" / f"{name}.md", ROOT / "docs" / f"{name}.py", ROOT / name / "README.md"]
         return next((file for file in files if file.exists()), files[0])
     for host in (f"{URLS['Repository']}/blob/main/", f"{URLS['Repository']}/raw/main/"):
         if target.startswith(host):
