@@ -68,7 +68,7 @@ def draw(results: Path, prefix: str, folder: Path) -> list[Path]:
             colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), text)
             style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "axes.edgecolor": lines, **colours}
             style |= {"figure.facecolor": background, "axes.facecolor": background, "grid.color": lines}
-            with mpl.rc_context(style):  # type: ignore[arg-type]
+            with mpl.rc_context(style):  # type: ignore[arg-type]  # matplotlib's stubs want a literal for every key.
                 figure = _curves(spec, tables) if "over" in spec else _bars(spec, tables)
                 file = folder / f"{prefix}_{name}{theme}.svg"
                 figure.savefig(file, metadata={"Date": None})

@@ -7,6 +7,7 @@ import posixpath
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
 from markdown import Extension, Markdown
@@ -46,12 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(
-    markdown: str,
-    page: Page,
-    config: MkDocsConfig,  # noqa: ARG001
-    files: Files,
-) -> str:
+def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
     """Makes the repository's relative links, and the README's absolute ones, lead to the site's pages.
 
     Links to files that the site does not have lead to the repository. MkDocs reports those to files that nobody has.

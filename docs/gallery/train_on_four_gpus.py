@@ -5,7 +5,7 @@
 # are split over all of them, experts over two. The losses are those of one
 # device. FSDP, which stores the experts in four parts, is one more argument.
 #
-# Where there are no GPUs, JAX makes four devices of the CPU, as on this page.
+# JAX makes four devices of the CPU where there are no GPUs, as on this page.
 
 # %%
 import jax
@@ -149,8 +149,8 @@ assert jnp.abs(fsdp_losses - expected).max() < 1e-3
 # %% [markdown]
 # ## FP8
 #
-# With a recipe, each device quantizes its part, and weights and tokens travel
-# in FP8.
+# Each device quantizes its part with a recipe, and weights and tokens travel in
+# FP8.
 
 # %%
 fp8_model = Model(fsdp_model.parallel, jg.Float8BlockScaling())

@@ -99,7 +99,7 @@ class Signals:
                 first = first or now
             os.close(receiver)
 
-        # In a thread, as Python's handlers wait for the end of a compilation.
+        # A thread does not wait for the end of a compilation, as Python's handlers do.
         threading.Thread(target=watch, daemon=True).start()
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         before_sender = signal.set_wakeup_fd(sender)

@@ -136,7 +136,7 @@ def moe_mlp(
     *,
     router: Router | None = None,
     parallel: Parallel | None = None,
-    # Named in quotes, `help` does not spell them out. A postponed evaluation of all would do so to `MoEMetrics`.
+    # Quotes keep `help` from spelling these types out. Postponed annotations would spell out those of `MoEMetrics`.
     activation: "Activation" = "swiglu",
     recipe: "Recipe | None" = None,
     precision: "jax.lax.PrecisionLike" = None,
