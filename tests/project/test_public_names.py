@@ -151,6 +151,11 @@ def test_help_begins_with_what_is_ours_on_two_screens_and_types_resolve() -> Non
 
 def lines_of_ours(value: Any) -> list[str]:
     """Lines of `help` before inherited ones, without data: signatures, and docstrings of the class and its methods."""
+    if isinstance(value, type):
+        for name, method in list(vars(value).items()):
+            # `nnx.tabulate` leaves copies of inherited methods in a class.
+            if inspect.isfunction(method) and any(vars(base).get(name) is method for base in value.__mro__[1:]):
+                delattr(value, name)
     text = pydoc.plain(pydoc.render_doc(value))
     if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
         # Not ours are generated methods, and defaults of fields that are functions.
