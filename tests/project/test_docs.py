@@ -89,7 +89,10 @@ def test_links_of_the_readme_work_where_there_is_no_repository() -> None:
     assert all(link.startswith("https://") for link in links(ROOT / "README.md"))
 
 
-def test_pictures_have_texts_and_code_fits_the_page() -> None:
+def test_pictures_have_texts_tables_end_and_code_fits_the_page() -> None:
+    for page in [*LINKED, ROOT / "CHANGELOG.md"]:
+        # What follows a row without an empty line becomes one.
+        assert not re.search(r"^ *\|.*\n *[^|\s]", page.read_text(), re.MULTILINE), page
     for page in LINKED:
         text = page.read_text()
         assert all(len(words.split()) > 5 for words in re.findall(r"!\[([^\]]*)\]\(", text)), page
