@@ -117,6 +117,9 @@ def _weights(
     bias = None
     if bias_init is not None:
         bias = layer.param("bias", bias_init, (shape[0], *shape[2:]), layer.param_dtype)
+    elif not initializing and layer.has_variable("params", "bias"):
+        # Flax would pass over it, and a trained bias would be lost in silence.
+        raise ValueError(f"params has a bias that {layer.name or 'the layer'} does not add: pass use_bias=True.")
 
     state = None
     if isinstance(recipe, DelayedScaling):
@@ -452,6 +455,8 @@ class MoEMlp(nn.Module):
             )
 
         if router.use_kernel:
+            if not router.use_bias and "bias" in given.get("router", {}):
+                raise ValueError("params has a bias that the router does not add: pass jg.moe.Router(use_bias=True).")
             own_router = product(self.num_experts, "router", router.use_bias)
             if self.is_initializing() and routing is not None:
                 own_router(jnp.reshape(x, (-1, x.shape[-1])))

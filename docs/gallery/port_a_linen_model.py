@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Port a linen model
 #
-# A small language model has one `nn.Dense` per expert. It becomes a model with
+# A small language model has two `nn.Dense` per expert. It becomes a model with
 # `jg.linen.MoEMlp`, keeps its parameters and its loss curve, and then trains in
 # FP8.
 #
@@ -106,7 +106,11 @@ print(f"loss of the loop: {looped_losses[0]:.3f} to {looped_losses[-1]:.3f}")
 # ## The port
 #
 # One layer replaces router, loop and sum. `activation="gelu"` is an expert
-# without a gate; the default is SwiGLU.
+# without a gate; the default is SwiGLU. If weights are not divided by their
+# sum, the router has `normalize=False`.
+#
+# If the layers have biases, `MoEMlp` has `use_bias=True`, and the router
+# `jg.moe.Router(top_k=2, use_bias=True)`.
 
 # %%
 router = jg.moe.Router(top_k=2)
@@ -122,8 +126,8 @@ def make_experts(**arguments):
 ported = Model(make_experts)
 
 # %% [markdown]
-# Stacking turns the parameters of a checkpoint into those of the port. The
-# moments of an optimizer are stacked in the same way.
+# Stacking turns the parameters of a checkpoint into those of the port, and each
+# of Adam's moments, `mu` and `nu`, in the same way.
 
 
 # %%
@@ -131,14 +135,14 @@ def stacked(params):
     old = params["experts"]
     new = {"router": old["router"]}
     for theirs, ours in (("up", "gate_up"), ("down", "down")):
-        kernels = [old[f"{theirs}_{e}"]["kernel"] for e in range(E)]
-        new[ours] = {"kernel": jnp.stack(kernels)}
+        experts = [old[f"{theirs}_{e}"] for e in range(E)]
+        new[ours] = jax.tree.map(lambda *arrays: jnp.stack(arrays), *experts)
     return params | {"experts": new}
 
 
 ported_losses = train(ported, stacked(params))
 difference = jnp.max(jnp.abs(ported_losses - looped_losses))
-assert difference < 0.01
+assert difference < 1e-4
 
 print(f"loss of the port: {ported_losses[0]:.3f} to {ported_losses[-1]:.3f}")
 print(f"largest difference between the curves: {difference:.1e}")
@@ -147,8 +151,9 @@ print(f"largest difference between the curves: {difference:.1e}")
 # ## FP8 in one more argument
 #
 # The recipe of DeepSeek-V3 quantizes tokens, weights and gradients of the
-# experts. Parameters stay float32. [Recipes](../recipes.md) compares the
-# others.
+# experts. Parameters stay float32. Rounding changes a result by some percent,
+# and the choice of later layers where it is close. [Recipes](../recipes.md)
+# compares the others, and says from how many tokens on FP8 is faster.
 
 # %%
 options |= dict(recipe=jg.Float8BlockScaling())

@@ -175,6 +175,22 @@ def test_arguments_of_a_call_that_do_not_fit_are_named(name: str) -> None:
     assert_refused(made_and_called, dict(x=X, dtype=None), refused)
 
 
+@pytest.mark.parametrize(
+    ("name", "own", "what"),
+    [
+        ("linen.GroupedDense", {}, "the layer does not add: pass use_bias=True"),
+        ("linen.MoEMlp", dict(router=Router(2, use_bias=True)), "gate_up does not add: pass use_bias=True"),
+        ("linen.MoEMlp", {}, r"the router does not add: pass jg\.moe\.Router\(use_bias=True"),
+    ],
+)
+def test_a_bias_that_a_linen_layer_would_leave_out_is_refused(name: str, own: dict[str, Any], what: str) -> None:
+    router = {} if "Dense" in name else dict(router=Router(2, use_bias=True))
+    arguments = [X] if "MoE" in name else [X, SIZES]
+    variables = jax.jit(LAYERS[name](use_bias=True, **router).init)(jax.random.key(0), *arguments)
+    with pytest.raises(ValueError, match=f"params has a bias that {what}"):
+        LAYERS[name](**own | dict(use_bias=False)).apply(variables, *arguments)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("axis", ["experts", "features"])
 def test_whole_parameters_where_a_part_is_expected_say_what_splits_them(name: str, axis: str) -> None:
