@@ -227,6 +227,9 @@ def moe_mlp(
         None if experts is None else as_int32("experts", experts),
         None if mask is None else checked_mask(mask, x.shape[0]),
     )
+    shape = arrays.gate_up.kernel.shape
+    if len(shape) == 4 and shape[2] != 2 and is_gated(activation):
+        raise ValueError(f"gate_up must have shape [E, K, 2 F] or [E, K, 2, F] for {activation}, got {shape}.")
     parallel = Parallel() if parallel is None else parallel
     check_type("parallel", parallel, Parallel)
     if router.balance_sequences and num_sequences is None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jax_grouped.core.values import (
     as_array,
@@ -206,8 +207,13 @@ def _router_logits_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, 
 def _router_logits_backward(residuals: tuple[jax.Array, jax.Array], dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
     dlogits = dlogits.astype(x.dtype)
-    dkernel = jnp.dot(x.T, dlogits, preferred_element_type=kernel.dtype)
-    return jnp.dot(dlogits, kernel.astype(x.dtype).T), dkernel
+    # Over `Explicit` axes, a sum over tokens must say where its result lies.
+    like_x, like_kernel = (
+        sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+        for sharding in (jax.typeof(x).sharding, jax.typeof(kernel).sharding)
+    )
+    dkernel = jnp.dot(x.T, dlogits, preferred_element_type=kernel.dtype, out_sharding=like_kernel)
+    return jnp.dot(dlogits, kernel.astype(x.dtype).T, out_sharding=like_x), dkernel
 
 
 _router_logits.defvjp(_router_logits_forward, _router_logits_backward)

@@ -130,6 +130,9 @@ def test_arguments_of_moe_mlp_that_do_not_fit_are_named() -> None:
             ),
             f"logits must have shape [T, E] for x {X.shape}, got ({X.shape[0] - 1}, {E}).": dict(routing=X[1:, :E]),
             "gate_up must hold its part of the experts, for logits (": dict(routing=X[:, : E - 1]),
+            "gate_up must have shape [E, K, 2 F] or [E, K, 2, F] for swiglu, got (4, 32, 16, 2).": dict(
+                gate_up=jnp.ones((E, K, F, 2))
+            ),
         },
     )
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_grouped.moe import Router, routing
 from jax_grouped.moe.routing import Routing
-from tests.meshes import make_mesh
+from tests.meshes import make_mesh, typed_mesh
 from tests.operands import normal
 from tests.refusals import assert_refused
 
@@ -276,3 +277,19 @@ def test_logits_of_a_linear_router(dtype: str) -> None:
         rounded(dx), rounded(dlogits) @ rounded(kernel).T, rtol=error, atol=2e-2 if error > 1e-3 else 1e-5
     )
     np.testing.assert_allclose(dkernel, rounded(x).T @ rounded(dlogits), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_a_linear_router_over_explicit_axes_are_sharded_like_its_arguments() -> None:
+    x, kernel, dlogits = normal(0, (40, 24)), normal(1, (24, 6)), normal(2, (40, 6))
+    mesh = typed_mesh("explicit", {"data": 2})
+    rows = NamedSharding(mesh, P("data"))
+    split = (jax.device_put(x, rows), jax.device_put(kernel, NamedSharding(mesh, P())), jax.device_put(dlogits, rows))
+
+    def gradients(x: jax.Array, kernel: jax.Array, dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.vjp(routing.router_logits, x, kernel)[1](dlogits)
+
+    with jax.default_matmul_precision("highest"):  # A GPU would round float32.
+        actual, expected = jax.jit(gradients)(*split), gradients(x, kernel, dlogits)
+
+    assert [jax.typeof(gradient).sharding.spec for gradient in actual] == [P("data", None), P(None, None)]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
