@@ -119,7 +119,10 @@ def _weights(
         bias = layer.param("bias", bias_init, (shape[0], *shape[2:]), layer.param_dtype)
     elif not initializing and layer.has_variable("params", "bias"):
         # Flax would pass over it, and a trained bias would be lost in silence.
-        raise ValueError(f"params has a bias that {layer.name or 'the layer'} does not add: pass use_bias=True.")
+        raise ValueError(
+            f"params has a bias that {layer.name or 'the layer'} does not add: pass use_bias=True, or bias_init to a "
+            "GroupedKernel."
+        )
 
     state = None
     if isinstance(recipe, DelayedScaling):

@@ -207,7 +207,7 @@ def _router_logits_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, 
 def _router_logits_backward(residuals: tuple[jax.Array, jax.Array], dlogits: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = residuals
     dlogits = dlogits.astype(x.dtype)
-    # Over `Explicit` axes, a sum over tokens must say where its result lies.
+    # JAX asks where a sum over tokens or experts lies if `Explicit` axes split them.
     like_x, like_kernel = (
         sharding if AxisType.Explicit in sharding.mesh.axis_types else None
         for sharding in (jax.typeof(x).sharding, jax.typeof(kernel).sharding)

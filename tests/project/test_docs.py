@@ -91,7 +91,7 @@ def test_links_of_the_readme_work_where_there_is_no_repository() -> None:
 
 def test_pictures_have_texts_tables_end_and_code_fits_the_page() -> None:
     for page in [*LINKED, ROOT / "CHANGELOG.md"]:
-        # What follows a row without an empty line becomes one.
+        # Markdown takes a line right below a row for another row.
         assert not re.search(r"^ *\|.*\n *[^|\s]", page.read_text(), re.MULTILINE), page
     for page in LINKED:
         text = page.read_text()
