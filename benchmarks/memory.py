@@ -17,18 +17,19 @@ from jax_grouped.kernels import primitive
 _CONFIG = Path(__file__).with_name("h200.txtpb").read_text()
 _LAYERS = 4
 _BLOCK = jg.Float8BlockScaling()
-_TOKENS = jax.checkpoint_policies.save_only_these_names("jax_grouped_x")
+_TOKENS = jax.checkpoint_policies.save_only_these_names("jax_grouped_x", "jax_grouped_hidden")
 _PLACES = {"offload_src": "device", "offload_dst": "pinned_host"}
 _OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=["jax_grouped_x"], names_which_can_be_offloaded=["jax_grouped_hidden"], **_PLACES
 )
 
-#: Recipe, and residuals of a layer: all that the backward pass reads, the quantized tokens alone, nothing, or the
-#: quantized tokens on the device and the input of the activation in the host's memory.
+#: Recipe, and residuals of a layer: all that the backward pass reads, all but the quantized kernels, nothing, or the
+#: quantized tokens on the device and the input of the activation in the host's memory. Caches are arguments.
 VARIANTS: dict[str, tuple[jg.Recipe | None, Callable[..., Any]]] = {
     "bf16": (None, lambda layer, **_: layer),
     "block": (_BLOCK, lambda layer, **_: layer),
-    "block, only tokens are kept": (_BLOCK, functools.partial(jax.checkpoint, policy=_TOKENS)),
+    "block, cached": (_BLOCK, lambda layer, **_: layer),
+    "block, kernels are not kept": (_BLOCK, functools.partial(jax.checkpoint, policy=_TOKENS)),
     "bf16, nothing is kept": (None, jax.checkpoint),
     "block, nothing is kept": (_BLOCK, jax.checkpoint),
     "bf16, hidden in host memory": (None, functools.partial(jax.checkpoint, policy=_OFFLOADED)),
@@ -79,17 +80,19 @@ def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
     recipe, keep = VARIANTS[variant]
     E, T, K, N = shape.num_groups, shape.tokens, shape.K, shape.N
 
-    def run(x: jax.Array, kernels: Any, sizes: jax.Array, dy: jax.Array) -> Any:
-        def layer(x: jax.Array, kernel: Any) -> jax.Array:
+    def run(x: jax.Array, kernels: Any, caches: Any, sizes: jax.Array, dy: jax.Array) -> Any:
+        def layer(x: jax.Array, weights: Any) -> jax.Array:
             if layers == "mlps":
-                return jg.moe.grouped_mlp(x, kernel[0], kernel[1], sizes, recipe=recipe)
-            return jg.grouped_dense(x, kernel, sizes, recipe=recipe)
+                return jg.moe.grouped_mlp(x, weights[0], weights[1], sizes, recipe=recipe)
+            return jg.grouped_dense(x, group_sizes=sizes, recipe=recipe, **weights._asdict())
 
         def model(x: jax.Array, kernels: Any) -> jax.Array:
+            weights = [jg.moe.Weights(one, kernel_cache=cache) for one, cache in zip(kernels, caches, strict=True)]
             if layers == "mlps":
                 # The barriers of prevent_cse, which a scan does not need, would make XLA copy each layer's kernels.
-                return jax.lax.scan(lambda x, kernel: (keep(layer, prevent_cse=False)(x, kernel), None), x, kernels)[0]
-            return functools.reduce(keep(layer), kernels, x)
+                step = keep(layer, prevent_cse=False)
+                return jax.lax.scan(lambda x, weights: (step(x, weights), None), x, weights)[0]
+            return functools.reduce(keep(layer), weights, x)
 
         y, pullback = jax.vjp(model, x, kernels)
         dx, dkernels = pullback(dy)
@@ -103,7 +106,10 @@ def planned_bytes(shape: Shape, operation: str, variant: str) -> int:
         "mlps": [(_LAYERS, E, K, N), (_LAYERS, E, N // 2, K)],
     }
     kernels = tuple(jax.ShapeDtypeStruct(dims, jnp.dtype(kernel_dtype)) for dims in shapes[layers])
+    quantize = functools.partial(jg.quantize_kernel, recipe=_BLOCK)
+    quantize_all = jax.vmap(quantize) if layers == "mlps" else quantize
+    caches = tuple(jax.eval_shape(quantize_all, kernel) if "cached" in variant else None for kernel in kernels)
     x, dy = (jax.ShapeDtypeStruct((T, features), jnp.bfloat16) for features in (K, N if layers == "one" else K))
-    arguments = x, kernels, jax.ShapeDtypeStruct((E,), jnp.int32), dy
+    arguments = x, kernels, caches, jax.ShapeDtypeStruct((E,), jnp.int32), dy
     analysis: Any = compile_for_h200(run, *arguments, donated=(1,) if sgd else ()).memory_analysis()
     return analysis.temp_size_in_bytes

@@ -427,9 +427,9 @@ def make_cache(
     Returns the stored cache instead unless this is the first microbatch. It has no gradient. Inside `jax.shard_map`
     over `fsdp_axis`, the kernel is this device's part, and the state the whole.
     """
-    kernel, stored = jax.lax.stop_gradient((kernel, stored))
     if not changes_cache(is_first_microbatch):
         return stored
+    kernel, stored = jax.lax.stop_gradient((kernel, stored))
     first = None
     if not isinstance(is_first_microbatch, bool | np.bool_):
         first = inputs.canonical_flag("is_first_microbatch", is_first_microbatch)

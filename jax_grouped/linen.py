@@ -447,7 +447,8 @@ class MoEMlp(nn.Module):
             return init if self.logical_axes is None else nn.with_logical_partitioning(init, axes)
 
         def product(features: int, name: str, use_bias: bool) -> nn.Module:
-            return nn.Dense(
+            # For the backward pass of a scan, x waits as it is and not in float32.
+            return nn.remat(nn.Dense, prevent_cse=False)(
                 features,
                 use_bias=use_bias,
                 dtype=jnp.float32,

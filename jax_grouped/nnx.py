@@ -515,6 +515,11 @@ class MoEMlp(nnx.Module):
         for name, (_, _, is_shared) in forms.items():
             fsdp_axis = None if is_shared else self.parallel.fsdp
             weights[name] = getattr(self, name).stored(is_first_microbatch, fsdp_axis=fsdp_axis)
+        # For the backward pass of a scan, x waits as it is and not in float32.
+        router, shared_gate = (
+            linear and functools.partial(nnx.remat(type(linear).__call__, prevent_cse=False), linear)
+            for linear in (self.router, self.shared_gate)
+        )
         y, metrics = _layers.apply_moe(
             self,
             self.router_options,
@@ -522,8 +527,8 @@ class MoEMlp(nnx.Module):
             x,
             weights,
             accumulate_into,
-            routing=self.router if routing is None else routing,
-            shared_gate=self.shared_gate,
+            routing=router if routing is None else routing,
+            shared_gate=shared_gate,
             selection_bias=selection_bias,
             own_bias=None if self.selection_bias is None else self.selection_bias[...],
             experts=experts,

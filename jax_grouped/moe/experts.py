@@ -382,8 +382,8 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
         None if with_wgrad_rows else x,
         row_map,
         hidden,
-        dense.named(dense.make_residuals(tokens, up_kernels, groups, spec.up, up.fp8_state)),
-        dense.named(dense.make_residuals(down_tokens, down_kernels, groups, spec.down, down.fp8_state)),
+        dense.named(dense.make_residuals(tokens, up_kernels, groups, spec.up, up.fp8_state), up),
+        dense.named(dense.make_residuals(down_tokens, down_kernels, groups, spec.down, down.fp8_state), down),
         (up.dkernel_accumulator, down.dkernel_accumulator),
     )
 

@@ -156,7 +156,8 @@ def grouped_dense(
     if weights.lora is None:
         return y
     options: Any = dict(group_sizes=group_sizes, group_offset=group_offset, precision=precision)
-    hidden = grouped_dense(x, weights.lora.a, **options)
+    rows = PartitionSpec(jax.typeof(x).sharding.spec[0])
+    hidden = grouped_dense(x, weights.lora.a, **options, out_sharding=rows)
     options |= dict(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     return y + grouped_dense(hidden, weights.lora.b, **options)
 
@@ -237,7 +238,7 @@ def _forward(primals: Any, spec: DenseSpec) -> tuple[jax.Array, Any]:
         y, residuals = _run_on_mesh(arrays, spec)
     else:
         y, residuals = run(arrays, spec, for_gradients=True)
-        residuals = named(residuals)
+        residuals = named(residuals, arrays[1])
     return y, (residuals, arrays[1].dkernel_accumulator)
 
 
@@ -594,19 +595,22 @@ def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8S
     return residuals.fp8_state.after(residuals.spec.recipe, residuals.amax | last)
 
 
-def named(residuals: DenseResiduals) -> DenseResiduals:
-    """Returns the residuals with the results of quantization named by `CHECKPOINT_NAMES`."""
+def named(residuals: DenseResiduals, weights: Weights) -> DenseResiduals:
+    """Returns the residuals with the results of quantization named by `CHECKPOINT_NAMES`.
+
+    A cache has no name: `jax.lax.scan` would keep a copy of what has one, also of what it gets as an argument.
+    """
     if residuals.spec.recipe is None:
         return residuals
     x_name, kernel_name, _ = CHECKPOINT_NAMES
+    x, kernel, amax = checkpoint_name(residuals.x, x_name), residuals.kernel, residuals.amax
     # Name the largest values too: they come from the same passes, and without a name a policy would run these again.
-    amax = residuals.amax
     if amax is not None:
-        amax = {
-            "input": checkpoint_name(amax["input"], x_name),
-            "kernel": checkpoint_name(amax["kernel"], kernel_name),
-        }
-    x, kernel = checkpoint_name(residuals.x, x_name), checkpoint_name(residuals.kernel, kernel_name)
+        amax = amax | {"input": checkpoint_name(amax["input"], x_name)}
+    if weights.kernel_cache is None:
+        kernel = checkpoint_name(kernel, kernel_name)
+        if amax is not None:
+            amax |= {"kernel": checkpoint_name(amax["kernel"], kernel_name)}
     return dataclasses.replace(residuals, x=x, kernel=kernel, amax=amax)
 
 

@@ -483,7 +483,6 @@ def canonical_weights(
         bias_dtype=None if bias is None else bias.dtype,
         kernel_axes=varying_axes(kernel),
     )
-    cache, accumulator = jax.lax.stop_gradient((cache, accumulator))
     return Weights(kernel, bias, cache, state, accumulator, lora), spec
 
 

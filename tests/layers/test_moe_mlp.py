@@ -377,6 +377,32 @@ def test_rematerialised_layers_under_scan_are_a_loop_with_a_cache_and_a_state_ea
             assert error <= programs.FP8_TOLERANCE[backend] * np.linalg.norm(array), name
 
 
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_scan_over_layers_keeps_caches_and_tokens_once(api: str) -> None:
+    options: Any = OPTIONS | dict(recipe=BLOCK, cache_kernel=True, dtype=jnp.bfloat16)
+    if api == "linen":
+        layer = jg.linen.MoEMlp(**options)
+        variables = jax.eval_shape(layer.init, jax.random.key(0), x(), is_first_microbatch=True)
+        apply = functools.partial(layer.apply, is_first_microbatch=False)
+    else:
+        graph, variables = nnx.split(nnx.eval_shape(lambda: jg.nnx.MoEMlp(K, **options, rngs=nnx.Rngs(0))))
+
+        def apply(variables: Any, x: jax.Array) -> Any:
+            return nnx.merge(graph, variables)(x, is_first_microbatch=False)
+
+    def loss(x: jax.Array, stack: Any) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda x, own: (x + apply(own, x)[0], None), x, stack)[0])
+
+    stack = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((3, *leaf.shape), leaf.dtype), variables)
+    step = jax.make_jaxpr(jax.grad(loss))(x().astype(jnp.bfloat16), stack)
+
+    forward = next(equation for equation in step.eqns if equation.primitive.name == "scan")
+    kept = {(out.aval.shape[1:], out.aval.dtype.name) for out in forward.outvars}
+    assert ((TOKENS, K), "bfloat16") in kept
+    assert ((TOKENS, K), "float32") not in kept  # The router's.
+    assert not any(dtype.startswith("float8") for _, dtype in kept)
+
+
 def test_a_step_with_mixed_types_is_traced_where_promotion_is_strict() -> None:
     flags = dict.fromkeys(["use_bias", "use_selection_bias", "balance_sequences"], True)
     router = Router(2, score="sigmoid", capacity_factor=0.9, **flags)

@@ -87,6 +87,19 @@ def test_they_are_those_of_one_device_on_a_mesh(backend: str, kind: str, axes: d
     assert_close(got, result_and_gradients(merged, arrays()))
 
 
+def test_explicit_axes_may_split_the_features_of_tokens() -> None:
+    given, sizes = arrays(), jnp.array([9, 0, 20, 3, 1, 14, 7, 6])
+    mesh = typed_mesh("explicit", {"a": 2})
+
+    def result(x: jax.Array) -> jax.Array:
+        options: Any = dict(lora=given["gate_up_lora"], precision="highest", out_sharding=PartitionSpec())
+        return jg.grouped_dense(x, given["gate_up"], sizes, **options)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(result)(jax.device_put(given["x"], NamedSharding(mesh, PartitionSpec(None, "a"))))
+    assert_close(got, result(given["x"]))
+
+
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])
 def test_kernels_in_fp8_alone_give_the_tokens_the_same_gradient(backend: str, recipe: jg.Recipe) -> None:
     given = arrays()
