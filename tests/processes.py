@@ -20,9 +20,16 @@ def free_port() -> str:
 
 @contextlib.contextmanager
 def started(
-    module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path
+    module: str,
+    arguments: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    folder: Path,
+    seconds: float = SECONDS,
 ) -> Iterator[None]:
-    """Runs a module in a process for each environment, on CPUs; waits at the end of the context for their success."""
+    """Runs a module in a process for each environment, on CPUs unless that says where.
+
+    Waits at the end of the context for their success.
+    """
     paths, processes = [folder / f"{number}.err" for number in range(len(environments))], []
     for path, environment in zip(paths, environments, strict=True):
         with path.open("w") as errors:
@@ -33,7 +40,7 @@ def started(
     try:
         yield
         # If one has failed, others might wait for it forever.
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and None in [process.poll() for process in processes]:
             if any(process.poll() for process in processes):
                 break

@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
 from tests.meshes import TYPES, need_devices, typed_mesh
-from tests.parallel.sharded import put
+from tests.parallel.sharded import fetched, put
 
 #: Recipes, and the largest error of results and gradients relative to their norm. Sums of another order move numbers
 #: to a neighbour in FP8. Current scaling has scales of each device's part: its results on several devices are as far
 #: from those on one as these are from float32's, up to 0.25 for the router's gradient.
 RECIPES = {
-    None: (None, 1e-5),
+    None: (None, 3e-5),
     "block": (jg.Float8BlockScaling(), 0.03),
     "current": (jg.Float8CurrentScaling(), 0.35),
     "delayed": (jg.DelayedScaling(amax_history_len=2), 0.03),
@@ -82,7 +82,8 @@ def examples(draw: Callable[..., Any]) -> Example:
     # Hypothesis begins with the first of all choices: that example should be rich.
     function = draw(st.sampled_from([*LAYERS, *OPERATIONS]))
     recipe = None if function == "ragged_dot" else draw(st.sampled_from([*RECIPES]))
-    mesh = draw(st.sampled_from([mesh for mesh in MESHES if math.prod(mesh) <= max(jax.device_count(), 2)]))
+    least = 1 if jax.process_count() == 1 else jax.device_count()  # Every process has devices of the mesh.
+    mesh = draw(st.sampled_from([mesh for mesh in MESHES if least <= math.prod(mesh) <= max(jax.device_count(), 2)]))
     kind = draw(st.sampled_from(list(TYPES)))
     sizes = draw(st.tuples(*map(st.sampled_from, ((64, 45, 8), (8, 6, 16), (32, 256), (64, 256)))))
     axes = dict(zip("abc", mesh, strict=False))
@@ -252,5 +253,6 @@ def test_sharded_arrays_give_what_one_device_gives(backend: str, example: Exampl
         got = on_mesh(placed, put(mesh, state, P()))
         expected = on_one({name: jnp.asarray(array) for name, array in arrays.items()}, state)
         for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
-            error, size = np.linalg.norm(np.asarray(a, np.float64) - b), np.linalg.norm(np.asarray(b, np.float64))
+            a, b = fetched(a).astype(np.float64), np.asarray(b, np.float64)
+            error, size = np.linalg.norm(a - b), np.linalg.norm(b)
             assert error <= bound * size + 1e-6, f"{jax.tree_util.keystr(path)}: {error} of {size}, numbers {seed}"
