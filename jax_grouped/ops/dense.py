@@ -598,19 +598,20 @@ def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8S
 def named(residuals: DenseResiduals, weights: Weights) -> DenseResiduals:
     """Returns the residuals with the results of quantization named by `CHECKPOINT_NAMES`.
 
-    A cache has no name: `jax.lax.scan` would keep a copy of what has one, also of what it gets as an argument.
+    A cache has none: of what has a name `jax.lax.scan` keeps a copy, also if it is an argument.
     """
     if residuals.spec.recipe is None:
         return residuals
     x_name, kernel_name, _ = CHECKPOINT_NAMES
-    x, kernel, amax = checkpoint_name(residuals.x, x_name), residuals.kernel, residuals.amax
+
+    def name_kernel(array: Any) -> Any:
+        return checkpoint_name(array, kernel_name) if weights.kernel_cache is None else array
+
     # Name the largest values too: they come from the same passes, and without a name a policy would run these again.
+    amax = residuals.amax
     if amax is not None:
-        amax = amax | {"input": checkpoint_name(amax["input"], x_name)}
-    if weights.kernel_cache is None:
-        kernel = checkpoint_name(kernel, kernel_name)
-        if amax is not None:
-            amax |= {"kernel": checkpoint_name(amax["kernel"], kernel_name)}
+        amax = {"input": checkpoint_name(amax["input"], x_name), "kernel": name_kernel(amax["kernel"])}
+    x, kernel = checkpoint_name(residuals.x, x_name), name_kernel(residuals.kernel)
     return dataclasses.replace(residuals, x=x, kernel=kernel, amax=amax)
 
 

@@ -245,20 +245,20 @@ def test_memory_beside_arguments_and_results(monkeypatch: pytest.MonkeyPatch) ->
         return [memory.planned_bytes(shape, operation, variant) for variant in variants]
 
     x, kernel, workspace = shape.tokens * shape.K, shape.num_groups * shape.K * shape.N, 2**25  # in FP8
-    tokens, nothing = "block, kernels are not kept", "bf16, nothing is kept"
-    bf16, block, only_tokens = planned("gradients, bfloat16 kernel", "bf16", "block", tokens)
+    without, nothing = "block, kernels are not kept", "bf16, nothing is kept"
+    bf16, block, not_kept = planned("gradients, bfloat16 kernel", "bf16", "block", without)
     assert bf16 < 1.05 * workspace
     # The other orientations of kernel and tokens use memory that later holds results.
     assert block < 1.05 * (x + kernel + workspace)
     # Only one orientation of the kernel is in memory at a time.
-    assert only_tokens < 0.8 * kernel
+    assert not_kept < 0.8 * kernel
     # Kernels are converted to bf16, and change in place.
-    only_tokens, recomputed = planned("SGD, float32 kernel", tokens, nothing)
-    assert only_tokens < recomputed
-    only_tokens, recomputed, bf16, block = planned("SGD of four pairs", tokens, nothing, "bf16", "block")
-    assert only_tokens < recomputed < bf16
+    not_kept, recomputed = planned("SGD, float32 kernel", without, nothing)
+    assert not_kept < recomputed
+    not_kept, recomputed, bf16, block = planned("SGD of four pairs", without, nothing, "bf16", "block")
+    assert not_kept < recomputed < bf16
     assert block < bf16
-    kept, *smaller = planned("four MLPs", "bf16", "bf16, hidden in host memory", "block, cached", tokens)
+    kept, *smaller = planned("four MLPs", "bf16", "bf16, hidden in host memory", "block, cached", without)
     assert max(smaller) < kept
 
     # JAX's derivative of the activation keeps 22 bytes of each number between the products, ours 6.
