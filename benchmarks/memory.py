@@ -17,7 +17,7 @@ from jax_grouped.kernels import primitive
 _CONFIG = Path(__file__).with_name("h200.txtpb").read_text()
 _LAYERS = 4
 _BLOCK = jg.Float8BlockScaling()
-_TOKENS = jax.checkpoint_policies.save_only_these_names("jax_grouped_x", "jax_grouped_hidden")
+_NO_KERNELS = jax.checkpoint_policies.save_only_these_names("jax_grouped_x", "jax_grouped_hidden")
 _PLACES = {"offload_src": "device", "offload_dst": "pinned_host"}
 _OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=["jax_grouped_x"], names_which_can_be_offloaded=["jax_grouped_hidden"], **_PLACES
@@ -29,7 +29,7 @@ VARIANTS: dict[str, tuple[jg.Recipe | None, Callable[..., Any]]] = {
     "bf16": (None, lambda layer, **_: layer),
     "block": (_BLOCK, lambda layer, **_: layer),
     "block, cached": (_BLOCK, lambda layer, **_: layer),
-    "block, kernels are not kept": (_BLOCK, functools.partial(jax.checkpoint, policy=_TOKENS)),
+    "block, kernels are not kept": (_BLOCK, functools.partial(jax.checkpoint, policy=_NO_KERNELS)),
     "bf16, nothing is kept": (None, jax.checkpoint),
     "block, nothing is kept": (_BLOCK, jax.checkpoint),
     "bf16, hidden in host memory": (None, functools.partial(jax.checkpoint, policy=_OFFLOADED)),

@@ -428,7 +428,7 @@ def make_cache(
     over `fsdp_axis`, the kernel is this device's part, and the state the whole.
     """
     if not changes_cache(is_first_microbatch):
-        return stored
+        return stored  # Itself: behind `stop_gradient`, a scan over layers would keep a copy for the backward pass.
     kernel, stored = jax.lax.stop_gradient((kernel, stored))
     first = None
     if not isinstance(is_first_microbatch, bool | np.bool_):

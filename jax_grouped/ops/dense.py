@@ -156,8 +156,9 @@ def grouped_dense(
     if weights.lora is None:
         return y
     options: Any = dict(group_sizes=group_sizes, group_offset=group_offset, precision=precision)
-    rows = PartitionSpec(jax.typeof(x).sharding.spec[0])
-    hidden = grouped_dense(x, weights.lora.a, **options, out_sharding=rows)
+    # Where `Explicit` axes split the features of `x`, types would leave a choice for their sums.
+    hidden_spec = PartitionSpec(jax.typeof(x).sharding.spec[0])
+    hidden = grouped_dense(x, weights.lora.a, **options, out_sharding=hidden_spec)
     options |= dict(preferred_element_type=preferred_element_type, out_sharding=out_sharding)
     return y + grouped_dense(hidden, weights.lora.b, **options)
 
@@ -598,7 +599,7 @@ def next_state(residuals: DenseResiduals, output_grad: jax.Array | None) -> Fp8S
 def named(residuals: DenseResiduals, weights: Weights) -> DenseResiduals:
     """Returns the residuals with the results of quantization named by `CHECKPOINT_NAMES`.
 
-    A cache has none: of what has a name `jax.lax.scan` keeps a copy, also if it is an argument.
+    A cache has no name: `jax.lax.scan` keeps a copy of a residual unless it is an argument itself.
     """
     if residuals.spec.recipe is None:
         return residuals

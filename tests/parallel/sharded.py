@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,19 +36,7 @@ def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def put(mesh: Mesh, array: Any, spec: P) -> jax.Array:
-    """Returns an array or a tree of arrays, the same in all processes, on the devices of the mesh."""
-    sharding = NamedSharding(mesh, spec)
-    if jax.process_count() == 1:
-        return jax.device_put(array, sharding)
-    # `jax.device_put` would refuse NaN, which does not equal that of the other processes.
-    parts = [np.asarray(leaf) for leaf in jax.tree.leaves(array)]
-    placed = [jax.make_array_from_callback(part.shape, sharding, part.__getitem__) for part in parts]
-    return jax.tree.unflatten(jax.tree.structure(array), placed)
-
-
-def fetched(array: jax.Array) -> np.ndarray:
-    """Returns the whole of an array, of which this process may have a part."""
-    return np.asarray(array if jax.process_count() == 1 else process_allgather(array, tiled=True))
+    return jax.device_put(array, NamedSharding(mesh, spec))
 
 
 def collectives(compiled: Any) -> dict[str, int]:
