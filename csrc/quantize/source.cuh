@@ -201,13 +201,16 @@ struct PlainSource {
     const int rows_here = column < features ? chunk.rows : 0;
     uint4* to = tile.Vector(slot, first, vector);
     if (row_indices != nullptr) {
-      const int lane = threadIdx.x % 32;
-      const int32_t index = lane < chunk.rows ? row_indices[chunk.first_row + lane] : 0;
+      // Each lane finds the index of one row, or -1 for none.
+      int32_t index = Lane() < chunk.rows ? row_indices[chunk.first_row + Lane()] : -1;
+      if (!IsRow(index)) index = -1;
+      const bool has_column = column < features;
+      const T* from = has_column ? x + column : x;
 #pragma unroll
       for (int row = 0; row < kFp8Alignment; row += kRows) {
         const int32_t from_row = __shfl_sync(kFullWarp, index, row + first);
-        const bool exists = row + first < rows_here && IsRow(from_row);
-        CopyAsync(to + row * kVectors, exists ? x + from_row * features + column : x, exists);
+        const auto distance = uint64_t{static_cast<uint32_t>(max(from_row, 0))} * static_cast<uint32_t>(features);
+        CopyAsync(to + row * kVectors, from + distance, has_column && from_row >= 0);
       }
     } else {
       const T* from = x + (chunk.first_row + static_cast<int64_t>(first)) * features + column;

@@ -181,43 +181,56 @@ class ColumnQuantizer {
   using Fp8 = typename State::Fp8;
   using Pair = PairOf<typename State::Element>;
   using Largest = typename Pair::Largest;
+  static constexpr int kScales = 4;  // of a lane: two columns in each half of the tile
 
  public:
   __device__ explicit ColumnQuantizer(const State& state) : state_(state) {}
 
   __device__ void Quantize() {
     const Columns columns = FindColumns();
+    if (state_.args.partial_sums != nullptr) {
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) WriteSums(columns, PairOfHalf(half), Exists(columns, half));
+    }
+    if (state_.args.column_data == nullptr) return;
+
+    // Values that are needed again are read again from the tile: 16 pairs would fill the registers.
+    Largest largest[2]{};
+    if (columns.has_slot) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto visit = [&](int, const Pair(&rows)[4]) {
+          largest[half] = Pair::Max(largest[half], PairwiseLargest(rows));
+        };
+        ForEach4(visit, columns, PairOfHalf(half));
+      }
+    }
+    const bool finite = Larger(Pair::Max(largest[0], largest[1])) < kInfinityBits;
+    float2 scales[2] = {{columns.scale, columns.scale}, {columns.scale, columns.scale}};
+    if constexpr (!State::kSlotScales) {
+      if (!finite) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint2 amax{};
+          const auto visit = [&](int, const Pair(&rows)[4]) {
+            const uint2 bits = PairwiseFiniteAmax(rows);
+            amax = {max(amax.x, bits.x), max(amax.y, bits.y)};
+          };
+          ForEach4(visit, columns, PairOfHalf(half));
+          largest[half] = Pair::FromFloatBits(amax);
+        }
+      }
+      if (state_.args.row_data == nullptr) TellAmax(columns, Pair::Max(largest[0], largest[1]));
+      FindScales(columns, largest, scales);
+    }
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const int pair = half * (kTileColumns / 4) + Warp() * 4 + Lane() % 4;
-      // No lane leaves before the last shuffle.
-      const bool exists = columns.has_slot && state_.first_column + pair * 2 < state_.args.layout.features;
-      if (state_.args.partial_sums != nullptr) WriteSums(columns, pair, exists);
-      if (state_.args.column_data == nullptr) continue;
-
-      // Values that are needed again are read again from the tile: 16 pairs would fill the registers.
-      Largest largest{};
-      if (columns.has_slot) {
-        ForEach4([&](int, const Pair(&rows)[4]) { largest = Pair::Max(largest, PairwiseLargest(rows)); }, columns,
-                 pair);
-      }
-      const uint2 bits = Pair::ToFloatBits(largest);
-      const bool finite = max(bits.x, bits.y) < kInfinityBits;
-      float2 scale = {columns.scale, columns.scale};
-      if constexpr (!State::kSlotScales) {
-        if (!finite) {
-          uint2 amax{};
-          ForEach4([&](int, const Pair(&rows)[4]) { amax = Larger(amax, PairwiseFiniteAmax(rows)); }, columns, pair);
-          largest = Pair::FromFloatBits(amax);
-        }
-        if (state_.args.row_data == nullptr) TellAmax(columns, largest);
-        scale = ColumnScales(columns, pair, largest, exists);
-      }
-      if (!exists) continue;
+      if (!Exists(columns, half)) continue;
+      const float2 scale = half == 0 ? scales[0] : scales[1];
       if (finite) {
-        WriteColumns<false>(columns, pair, scale);
+        WriteColumns<false>(columns, PairOfHalf(half), scale);
       } else {
-        WriteColumns<true>(columns, pair, scale);
+        WriteColumns<true>(columns, PairOfHalf(half), scale);
       }
     }
   }
@@ -236,10 +249,18 @@ class ColumnQuantizer {
     float scale;     // the slot's, if it has its own scale
     int per_column;  // chunks in the group
     int64_t data;    // position of the chunk of the tile's first column, in chunks of 16 bytes
-    // Properties of all lanes together: every slot is full, and every slot shares its scales with another.
-    bool all_full;
-    bool all_share;
+    // Number of slots, a power of two, between which the scales that they share are divided; its logarithm; and the
+    // largest number of scales that a lane of the warp then computes.
+    int sharing;
+    int sharing_bits;
+    int most_scales;
+    bool all_full;  // all slots of the pass are full
   };
+
+  __device__ static int PairOfHalf(int half) { return half * (kTileColumns / 4) + Warp() * 4 + Lane() % 4; }
+  __device__ bool Exists(const Columns& columns, int half) const {
+    return columns.has_slot && state_.first_column + PairOfHalf(half) * 2 < state_.args.layout.features;
+  }
 
   __device__ Columns FindColumns() const {
     Columns columns{};
@@ -247,7 +268,10 @@ class ColumnQuantizer {
     columns.has_slot = columns.slot < state_.count;
     if (columns.has_slot) FindSlot(&columns);
     columns.all_full = __all_sync(kFullWarp, !columns.has_slot || columns.rows == kFp8Alignment);
-    columns.all_share = __all_sync(kFullWarp, !columns.has_slot || columns.last > columns.first);
+    const int slots = columns.has_slot ? columns.last - columns.first + 1 : kSlots;
+    columns.sharing_bits = slots >= kScales ? 2 : slots >= 2 ? 1 : 0;
+    columns.sharing = 1 << columns.sharing_bits;
+    columns.most_scales = __reduce_max_sync(kFullWarp, kScales >> columns.sharing_bits);
     return columns;
   }
 
@@ -266,10 +290,9 @@ class ColumnQuantizer {
     columns.data = ColumnDataChunk(state_.args.layout, chunk, state_.first_column);
   }
 
-  // Raises a slot's amax to that of 8 columns, which 4 lanes hold.
+  // Raises a slot's amax to that of 16 columns, which 4 lanes hold.
   __device__ void TellAmax(const Columns& columns, Largest largest) {
-    const uint2 bits = Pair::ToFloatBits(largest);
-    uint32_t amax = max(bits.x, bits.y);
+    uint32_t amax = Larger(largest);
     amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 1));
     amax = max(amax, __shfl_xor_sync(kFullWarp, amax, 2));
     if (columns.has_slot && Lane() % 4 == 0) atomicMax(&state_.exchange.amax[columns.slot], amax);
@@ -286,7 +309,11 @@ class ColumnQuantizer {
     }
   }
 
-  __device__ static uint2 Larger(uint2 a, uint2 b) { return {max(a.x, b.x), max(a.y, b.y)}; }
+  // Returns the bits of the larger of two largest values.
+  __device__ static uint32_t Larger(Largest largest) {
+    const uint2 bits = Pair::ToFloatBits(largest);
+    return max(bits.x, bits.y);
+  }
 
   // Moves a value of one or two words between lanes.
   template <typename T, typename Move>
@@ -310,49 +337,58 @@ class ColumnQuantizer {
     return value;
   }
 
-  // Returns the scales of a lane's two columns. Writes their inverses.
-  __device__ float2 ColumnScales(const Columns& columns, int pair, Largest largest, bool exists) {
-    largest = Accumulate(largest, columns.slot, columns.first, Pair::Max);
-    largest = Shuffle(largest, [&](auto word) { return __shfl_sync(kFullWarp, word, columns.last * 4 + Lane() % 4); });
-    const uint2 amax = Pair::ToFloatBits(largest);
-    const bool writes = exists && columns.slot == columns.first;
-    const int64_t column = state_.first_column + pair * 2;
-    if constexpr (kMode == ScalingMode::kMx) {
-      const uint32_t exponents[2] = {MxExponent<Fp8>(amax.x, state_.args.scale_rule),
-                                     MxExponent<Fp8>(amax.y, state_.args.scale_rule)};
-      for (int i = 0; i < 2 && writes; ++i) {
-        const int64_t position =
-            ColumnScalePosition<kMode>(state_.args.layout, state_.exchange.pass.chunks[columns.slot], column + i);
-        static_cast<uint8_t*>(state_.args.column_scale)[position] = static_cast<uint8_t>(exponents[i]);
-      }
-      return {MxScale(exponents[0]), MxScale(exponents[1])};
-    } else {
-      Scale scales[2];
-      FindScales(columns, amax, scales);
-      if (writes) {
-        const int64_t position =
-            ColumnScalePosition<kMode>(state_.args.layout, state_.exchange.pass.chunks[columns.slot], column);
-        *reinterpret_cast<float2*>(static_cast<float*>(state_.args.column_scale) + position) = {scales[0].inverse,
-                                                                                                scales[1].inverse};
-      }
-      return {scales[0].scale, scales[1].scale};
+  // Finds the scales of a lane's columns, two in each half, from their largest values in the slot, and writes the
+  // inverses. The slots that share these scales each compute some and pass them to the others: the divisions are a good
+  // part of all the work.
+  __device__ void FindScales(const Columns& columns, Largest (&largest)[2], float2 (&scales)[2]) const {
+    uint32_t amax[kScales];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Largest of_slots = Accumulate(largest[half], columns.slot, columns.first, Pair::Max);
+      const int last = columns.last * 4 + Lane() % 4;
+      const uint2 bits =
+          Pair::ToFloatBits(Shuffle(of_slots, [&](auto word) { return __shfl_sync(kFullWarp, word, last); }));
+      amax[2 * half] = bits.x;
+      amax[2 * half + 1] = bits.y;
     }
+    const int turn = columns.slot - columns.first;
+    const int mask = columns.sharing - 1;
+    float found[kScales];
+#pragma unroll
+    for (int i = 0; i < kScales; ++i) {
+      if (i >= columns.most_scales) break;
+      const int own = ((turn & mask) + (i << columns.sharing_bits)) % kScales;
+      const int half = own / 2;
+      const uint32_t first_amax = half == 0 ? amax[0] : amax[2];
+      const uint32_t second_amax = half == 0 ? amax[1] : amax[3];
+      const bool writes = turn < columns.sharing && i << columns.sharing_bits < kScales && Exists(columns, half);
+      const float scale =
+          WriteScale(columns, PairOfHalf(half) * 2 + own % 2, own % 2 == 0 ? first_amax : second_amax, writes);
+#pragma unroll
+      for (int j = 0; j < kScales; ++j) {
+        const float passed = __shfl_sync(kFullWarp, scale, (columns.first + (j & mask)) * 4 + Lane() % 4);
+        if (j >> columns.sharing_bits == i) found[j] = passed;
+      }
+    }
+    scales[0] = {found[0], found[1]};
+    scales[1] = {found[2], found[3]};
   }
 
-  // Computes the scales of two columns from their amaxes. If slots share the scales, each slot computes one of them and
-  // gets the other from a neighbour: the divisions are a good part of all the work.
-  __device__ void FindScales(const Columns& columns, uint2 amax, Scale (&scales)[2]) const {
-    if (!columns.all_share) {
-      scales[0] = ScaleFromAmax<Fp8>(amax.x, state_.args.scale_rule);
-      scales[1] = ScaleFromAmax<Fp8>(amax.y, state_.args.scale_rule);
-      return;
+  // Returns the scale of a column of the tile from its amax. Writes the inverse if `writes`.
+  __device__ float WriteScale(const Columns& columns, int column, uint32_t amax, bool writes) const {
+    const auto position = [&] {
+      return ColumnScalePosition<kMode>(state_.args.layout, state_.exchange.pass.chunks[columns.slot],
+                                        int64_t{state_.first_column} + column);
+    };
+    if constexpr (kMode == ScalingMode::kMx) {
+      const uint32_t exponent = MxExponent<Fp8>(amax, state_.args.scale_rule);
+      if (writes) static_cast<uint8_t*>(state_.args.column_scale)[position()] = static_cast<uint8_t>(exponent);
+      return MxScale(exponent);
+    } else {
+      const Scale scale = ScaleFromAmax<Fp8>(amax, state_.args.scale_rule);
+      if (writes) static_cast<float*>(state_.args.column_scale)[position()] = scale.inverse;
+      return scale.scale;
     }
-    const bool second = (columns.slot - columns.first) % 2 == 1;
-    const Scale own = ScaleFromAmax<Fp8>(second ? amax.y : amax.x, state_.args.scale_rule);
-    const int neighbour = second || columns.slot == columns.last ? Lane() - 4 : Lane() + 4;
-    const Scale other = Shuffle(own, [&](auto word) { return __shfl_sync(kFullWarp, word, neighbour); });
-    scales[0] = second ? other : own;
-    scales[1] = second ? own : other;
   }
 
   template <bool kHideInfinity>
