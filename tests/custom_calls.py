@@ -23,6 +23,8 @@ GROUPS, ROWS, FEATURES = 4, 32, 16
 TILES, TABLE = bias.count_partial_sums(ROWS, GROUPS), primitive.group_table_size(GROUPS)
 #: Scales of two rows per token, in blocks of 1 x 128.
 BLOCK_SCALES = 4 * max_row_blocks(2 * ROWS, GROUPS, 4)
+#: Scales of a row per token.
+ROW_SCALES = 4 * max_row_blocks(ROWS, GROUPS, 4)
 #: Every routing has 2 of 4 experts for each of 32 tokens.
 EXPERT_SHAPE, BLOCK_SHAPE = (GROUPS,), (routing.count_blocks(ROWS), GROUPS)
 
@@ -38,6 +40,7 @@ def gemm(
     b_type: jax.typing.DTypeLike = BF16,
     d_type: jax.typing.DTypeLike = BF16,
     more: Sequence[Array] = (),
+    activated: Sequence[Array] = (),
     scratch: int = product.scratch_bytes(1, GROUPS),
     workspace: int = product.WORKSPACE_BYTES,
     offset: Shape = (1,),
@@ -55,9 +58,13 @@ def gemm(
         accumulate=False,
         zero_other_rows=True,
         batch_invariant=False,
+        swiglu=bool(activated),
+        keeps_result=True,
+        pow2_scales=False,
+        amax_epsilon=np.float32(0),
     )
     operands = [(a, a_type), (b, b_type), *more]
-    results = [(d, d_type), ((scratch,), U8), ((workspace,), U8)]
+    results = [(d, d_type), *activated, ((scratch,), U8), ((workspace,), U8)]
     return call("jax_grouped_gemm", operands, results, defaults, attributes, offset)[0]
 
 

@@ -23,6 +23,10 @@ struct GemmAttributes {
   bool accumulate;          // an accumulator is the last operand
   bool zero_other_rows;     // rows of no group of the result, except for wgrad, become zero
   bool batch_invariant;     // except for wgrad
+  bool swiglu;              // results for the activation follow the result
+  bool keeps_result;        // with swiglu
+  bool pow2_scales;         // of the activation
+  float amax_epsilon;
 };
 
 // A call's problem and memory.
@@ -106,12 +110,15 @@ Gemm Decode(Call& call, const GemmAttributes& attributes) {
   GemmProblem& problem = gemm.problem;
   GemmBuffers& buffers = gemm.buffers;
   gemm.d = call.Result("the result");
+  const Array data = attributes.swiglu ? call.Result("the activation's data") : Array();
+  const Array scale = attributes.swiglu && attributes.scaled ? call.Result("the activation's scales") : Array();
   const Array scratch = call.Result("scratch");
   const Array workspace = call.Result("workspace");
   problem.product = attributes.product;
   problem.scaled = attributes.scaled;
   problem.accumulate = attributes.accumulate;
   problem.gathered = attributes.gathered;
+  problem.swiglu = attributes.swiglu;
   problem.batch_invariant = attributes.batch_invariant && attributes.product != Product::kWgrad;
   problem.a_mode = problem.scaled ? attributes.a_mode : ScalingMode{};
   problem.b_mode = problem.scaled ? attributes.b_mode : ScalingMode{};
@@ -135,6 +142,28 @@ Gemm Decode(Call& call, const GemmAttributes& attributes) {
     buffers.a_scale = a_scale.Data();
     buffers.b_scale = b_scale.Data();
     if (!is_wgrad) buffers.weight_scales = b_layout.ScaleElements() / NumWeights(problem);
+  }
+  if (problem.swiglu) {
+    const bool in_blocks = problem.scaled && problem.a_mode == ScalingMode::kBlock1D;
+    call.Check(problem.product == Product::kFprop && (in_blocks || gathers),
+               "swiglu is for fprop of gathered tokens or of operands in blocks");
+    call.Check(problem.result_type != CUDA_R_32F, "the result must have 16 bits with swiglu");
+    call.Check(problem.out_features % (2 * kBlock) == 0, "half of the features must be a multiple of 128 with swiglu");
+    if (in_blocks) {
+      call.Check(problem.a_type == CUDA_R_8F_E4M3 && problem.b_type == CUDA_R_8F_E4M3,
+                 "a and b must be float8_e4m3fn with swiglu");
+      call.Check(data.Type() == ffi::F8E4M3FN, "the activation's data must be float8_e4m3fn");
+      QuantizedLayout layout = LayoutOfA(problem, groups);
+      layout.features = problem.out_features / 2;
+      call.CheckQuantized(layout, data, scale);
+      buffers.swiglu.scale = scale.Data<float>();
+    } else {
+      call.CheckArray(data, gemm.d.Type(), {problem.tokens, problem.out_features / 2});
+      call.CheckAligned({data});
+    }
+    buffers.swiglu.data = data.Data<uint8_t>();
+    buffers.swiglu.scale_rule = {attributes.pow2_scales, attributes.amax_epsilon};
+    buffers.swiglu.keeps_result = attributes.keeps_result;
   }
   if (gathers) {
     const Array indices = call.Operand("row_indices");
@@ -184,7 +213,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GemmAttributes, StructMembe
                                       StructMember<int64_t>("tokens"), StructMember<int64_t>("expected_tokens"),
                                       StructMember<int64_t>("weight_batch"),
                                       StructMember<::jax_grouped::Gather>("gathered"), StructMember<bool>("accumulate"),
-                                      StructMember<bool>("zero_other_rows"), StructMember<bool>("batch_invariant"));
+                                      StructMember<bool>("zero_other_rows"), StructMember<bool>("batch_invariant"),
+                                      StructMember<bool>("swiglu"), StructMember<bool>("keeps_result"),
+                                      StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"));
 
 namespace jax_grouped {
 

@@ -17,7 +17,7 @@ auto Fields(const GemmProblem& problem) {
   return std::make_tuple(problem.product, problem.a_type, problem.b_type, problem.result_type, problem.scaled,
                          problem.a_mode, problem.b_mode, problem.tokens, problem.expected_tokens, problem.in_features,
                          problem.out_features, problem.num_groups, problem.elements_per_weight, problem.accumulate,
-                         problem.gathered, problem.batch_invariant, problem.gathered_from);
+                         problem.gathered, problem.batch_invariant, problem.swiglu, problem.gathered_from);
 }
 
 constexpr const char* kProductNames[] = {"fprop", "dgrad", "wgrad"};
@@ -81,11 +81,11 @@ bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
 }
 
 // Returns true if one of our kernels computes the product on such a GPU. On Hopper these products are those of gathered
-// rows, FP8 weight gradients, except those that accumulate in 16 bits, and products of FP8 tokens in small groups or
-// over a limited depth.
+// rows, those with SwiGLU, FP8 weight gradients, except those that accumulate in 16 bits, and products of FP8 tokens in
+// small groups or over a limited depth.
 bool IsSm90Product(const GemmProblem& problem, const DeviceProperties& device) {
   if (device.major != 9) return false;
-  if (problem.gathered != Gather::kNone) return true;
+  if (problem.gathered != Gather::kNone || problem.swiglu) return true;
   if (!problem.scaled) return false;
   if (problem.a_mode != ScalingMode::kTensor && problem.a_mode != ScalingMode::kBlock1D) return false;
   return problem.product == Product::kWgrad ? IsSm90Wgrad(problem) : IsSm90TokenProduct(problem, device.processors);
@@ -98,6 +98,7 @@ Status LaunchSm90(cudaStream_t stream, int device, const GemmProblem& problem, c
     return is_wgrad ? sm90::LaunchGatheredWgrad(stream, device, problem, groups, buffers)
                     : sm90::LaunchGatheredTokenProduct(stream, device, problem, groups, buffers);
   }
+  if (problem.swiglu) return sm90::LaunchFp8SwiGluProduct(stream, device, problem, groups, buffers);
   if (is_wgrad) return sm90::LaunchFp8Wgrad(stream, device, problem, groups, buffers);
   return HasSmallGroups(problem) ? sm90::LaunchFp8SmallGroupProduct(stream, device, problem, groups, buffers)
                                  : sm90::LaunchFp8TokenProduct(stream, device, problem, groups, buffers);
@@ -151,6 +152,10 @@ Status CheckCapability(const GemmProblem& problem, int major, int minor) {
     return Status::Failed("products that gather their rows need Hopper (compute capability 9.0), " + found +
                           ": lower the program where this GPU is visible, which copies the rows first.");
   }
+  if (problem.swiglu && major != 9) {
+    return Status::Failed("products with SwiGLU need Hopper (compute capability 9.0), " + found +
+                          ": lower the program where this GPU is visible, which quantizes in a pass of its own.");
+  }
   if (!problem.scaled) return Status::Ok();
   if (major < 9) return Status::Failed("FP8 products need compute capability 9.0 or newer, " + found + ".");
   if (problem.a_mode == ScalingMode::kMx && major < 10) {
@@ -175,6 +180,7 @@ std::string Describe(const GemmProblem& problem) {
     text += ", weights of " + std::to_string(problem.elements_per_weight) + " batch elements";
   }
   if (problem.batch_invariant) text += ", batch invariant";
+  if (problem.swiglu) text += ", with SwiGLU";
   if (problem.gathered != Gather::kNone) {
     text += std::string(", ") + (problem.gathered == Gather::kA ? "a" : "b") + " gathered from " +
             std::to_string(problem.gathered_from);

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/common/scale_rule.h"
 #include "csrc/common/status.h"
 #include "csrc/groups/layout.h"
 
@@ -51,10 +52,21 @@ struct GemmProblem {
   bool accumulate;              // adds the product to d
   Gather gathered;              // kNone for scaled operands; kB for kWgrad only
   bool batch_invariant;         // kFprop and kDgrad: has one order of sums for all sizes
+  bool swiglu;                  // kFprop of gathered tokens or of operands in blocks: computes SwiGLU too
   int64_t gathered_from;        // rows of the array from which rows are gathered, of all batch elements; 0 with kNone
 };
 
 bool operator<(const GemmProblem& first, const GemmProblem& second);
+
+// SwiGLU of the result of a kFprop, whose first half of features are the gate's. It is computed from the result's
+// numbers, which have 16 bits, and has their type, or with operands in blocks is quantized in blocks of 1x128 as
+// float8_e4m3fn. Half of the features must be a multiple of kBlock.
+struct SwiGluResult {
+  uint8_t* data;
+  float* scale;  // inverse scales, if it is quantized
+  ScaleRule scale_rule;
+  bool keeps_result;  // otherwise the product's result is not written
+};
 
 // Device memory of one call. `a`, `b`, `d`, the block scales and `scratch` start on 16-byte boundaries.
 struct GemmBuffers {
@@ -65,6 +77,7 @@ struct GemmBuffers {
   int64_t weight_scales;       // inverse scales per weight; 0 for kWgrad and without scales
   const int32_t* row_indices;  // [tokens], for a gathered operand
   void* d;
+  SwiGluResult swiglu;
   bool zero_other_rows;  // of d, of kFprop and kDgrad; rows of no group otherwise hold anything
   void* scratch;         // GemmScratch::Bytes() is its size
   void* workspace;       // kWorkspaceBytes, from a boundary of kWorkspaceAlignmentBytes on

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -21,8 +21,15 @@ from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels import primitive
 from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Operation, Result, Splits, apply, own_groups
 from jax_grouped.kernels.primitive import bind, define, group_table_size, in_whole_batch
-from jax_grouped.kernels.quantization import MODES, dequantize_cuda, dequantize_xla
-from jax_grouped.kernels.rows import permute_cuda, permute_rows, permute_xla, row_tokens
+from jax_grouped.kernels.quantization import (
+    MODES,
+    QuantizeSpec,
+    dequantize_cuda,
+    dequantize_xla,
+    quantize_cuda,
+    quantize_xla,
+)
+from jax_grouped.kernels.rows import activate, permute_cuda, permute_rows, permute_xla, row_tokens
 from jax_grouped.kernels.tiles import multiply_tiles
 
 Product = Literal["fprop", "dgrad", "wgrad"]
@@ -37,6 +44,9 @@ MAX_GATHERED_GROUPS = 65536
 #: Most features, besides those of the gathered rows, with which a product that gathers takes less time than a copy and
 #: cuBLASLt's product (measured on an H200 with the layers of `benchmarks/shapes.toml`).
 _MOST_GATHERED_FEATURES, _MOST_GATHERED_WGRAD_FEATURES = 1792, 1024
+#: Most features of the result with which a product of gathered rows with SwiGLU takes less time than the steps apart;
+#: most features of FP8 tokens with which theirs does, and the rows of its tiles (measured on an H200, as above).
+_MOST_SWIGLU_FEATURES, _MOST_SWIGLU_DEPTH, _SWIGLU_ROWS = 2048, 4096, 256
 #: Most bytes to which the groups of a narrow kernel are converted at once, unless a single one is larger.
 _CONVERTED_BYTES = 2**25
 #: Whether XLA computes a product a second time where a scan keeps it and something else reads it, if no barrier follows
@@ -379,13 +389,31 @@ def multiply_cuda(
         # Products that gather their rows have one order of sums, whatever their size.
         spec, operands = dataclasses.replace(spec, gathered="a"), (*operands, jnp.arange(a.shape[0], dtype=jnp.int32))
     out = product_result(*operands, spec=spec, batch=batch)
+    accumulate = spec.gathered is None and len(more) > (0 if spec.a is None else 2)
+    product, *_ = _call(operands, [out], spec, batch, accumulate=accumulate, batch_invariant=fixed)
+    # A kernel's gradient has no other use, and is best written where the scan keeps it.
+    barrier = _REPEATS_KEPT_PRODUCTS and spec.product != "wgrad"
+    return jax.lax.optimization_barrier(product) if barrier else product
+
+
+def _call(
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    spec: GemmSpec,
+    batch: int,
+    *,
+    accumulate: bool = False,
+    batch_invariant: bool = False,
+    swiglu: "SwiGluSpec | None" = None,
+) -> Sequence[jax.Array]:
+    """Returns these results of the custom call; those after the product are of `swiglu`."""
     scratch = jax.ShapeDtypeStruct((scratch_bytes(batch, spec.num_groups),), jnp.uint8)
     workspace = jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8)
-    accumulate = spec.gathered is None and len(more) > (0 if spec.a is None else 2)
-    weights = (out if spec.product == "wgrad" else b).shape[0]
-    product = jax.ffi.ffi_call(
+    weights = (results[0] if spec.product == "wgrad" else operands[1]).shape[0]
+    quantization = None if swiglu is None else swiglu.quantization
+    return jax.ffi.ffi_call(
         "jax_grouped_gemm",
-        [out, scratch, workspace],
+        [*results, scratch, workspace],
         input_output_aliases={len(operands) - 1: 0} if accumulate else None,
     )(
         *operands,
@@ -400,11 +428,12 @@ def multiply_cuda(
         gathered=np.int32(_GATHERED.index(spec.gathered)),
         accumulate=accumulate,
         zero_other_rows=spec.zero_other_rows,
-        batch_invariant=fixed,
-    )[0]
-    # A kernel's gradient has no other use, and is best written where the scan keeps it.
-    barrier = _REPEATS_KEPT_PRODUCTS and spec.product != "wgrad"
-    return jax.lax.optimization_barrier(product) if barrier else product
+        batch_invariant=batch_invariant,
+        swiglu=swiglu is not None,
+        keeps_result=swiglu is None or swiglu.keeps_product,
+        pow2_scales=quantization is not None and quantization.pow2_scales,
+        amax_epsilon=np.float32(0 if quantization is None else quantization.amax_epsilon),
+    )[: len(results)]
 
 
 def _can_be_read(a: jax.Array, b: jax.Array, spec: GemmSpec) -> bool:
@@ -418,14 +447,16 @@ def _gathers_fast(product: Product, features: int) -> bool:
     return features <= (_MOST_GATHERED_WGRAD_FEATURES if product == "wgrad" else _MOST_GATHERED_FEATURES)
 
 
-def _gathers(a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int) -> bool:
+def _gathers(
+    a: jax.Array, b: jax.Array, spec: GemmSpec, batch: int, *, most_features: int = _MOST_GATHERED_FEATURES
+) -> bool:
     """Tells whether a kernel gathers the rows of an operand: it can, and copying them first would take longer."""
     few_groups = isinstance(batch, int) and batch * spec.num_groups <= MAX_GATHERED_GROUPS
     if not few_groups or not _can_be_read(a, b, spec) or not primitive.has_gathering_products():
         return False
     if spec.product == "wgrad":
         return _gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])
-    return spec.batch_invariant or _gathers_fast(spec.product, b.shape[2 if spec.product == "fprop" else 1])
+    return spec.batch_invariant or b.shape[2 if spec.product == "fprop" else 1] <= most_features
 
 
 def _multiply_unreadable(
@@ -573,3 +604,129 @@ def scratch_bytes(batch: int, num_groups: int) -> int:
 
 #: `(a, b, group_sizes, group_offset, *scales, *more) -> [out]` with a `GemmSpec`, which defines `more`.
 GEMM = define("gemm", product_result, multiply_xla, multiply_cuda, shares_weights=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwiGluSpec:
+    """`fprop` of gathered tokens or of operands in blocks, and SwiGLU of its result.
+
+    Attributes:
+        gemm: the product, `[T, 2 F]`.
+        quantization: with operands in blocks, that of the activation's result, `[T, F]`: rowwise, in blocks.
+        keeps_product: whether the product is a result too.
+    """
+
+    gemm: GemmSpec
+    quantization: QuantizeSpec | None = None
+    keeps_product: bool = True
+
+    @property
+    def weight_operands(self) -> tuple[int, ...]:
+        return self.gemm.weight_operands
+
+
+def _swiglu_results(a: Any, b: Any, *more: Any, spec: SwiGluSpec, batch: int = 1) -> list[jax.ShapeDtypeStruct]:
+    product = product_result(a, b, *more, spec=spec.gemm, batch=batch)
+    tokens, features = product.shape
+    if spec.quantization is None:
+        activated = [jax.ShapeDtypeStruct((tokens, features // 2), product.dtype)]
+    else:
+        quantized = spec.quantization.results((tokens // batch, features))
+        activated = [primitive.batched(quantized[name], batch) for name in ("row_data", "row_scale")]
+    return [product, *activated] if spec.keeps_product else activated
+
+
+def _activated(
+    product: jax.Array, groups: Sequence[jax.Array], spec: SwiGluSpec, quantize: Callable[..., Sequence[jax.Array]]
+) -> tuple[jax.Array, ...]:
+    """Returns all results from the product, in steps."""
+    results = (product,) if spec.keeps_product else ()
+    if spec.quantization is None:
+        return *results, activate(product, "swiglu")
+    data, scale, _ = quantize(product, *groups, spec=spec.quantization)
+    return *results, data, scale
+
+
+def _swiglu_xla(a: jax.Array, b: jax.Array, *more: jax.Array, spec: SwiGluSpec) -> tuple[jax.Array, ...]:
+    return _activated(multiply_xla(a, b, *more, spec=spec.gemm), more[:2], spec, quantize_xla)
+
+
+def _swiglu_cuda(a: jax.Array, b: jax.Array, *more: jax.Array, spec: SwiGluSpec, batch: int) -> tuple[jax.Array, ...]:
+    gemm = spec.gemm
+    if not _fuses_swiglu(a, b, spec, batch):
+        product = multiply_cuda(a, b, *more, spec=gemm, batch=batch)
+        return _activated(product, more[:2], spec, functools.partial(quantize_cuda, batch=batch))
+    results = _swiglu_results(a, b, *more, spec=dataclasses.replace(spec, keeps_product=True), batch=batch)
+    if gemm.gathered is not None:
+        more = (*more[:2], in_whole_batch(row_tokens(*more[2:]), a.shape[0] // batch, batch))
+    made = _call((a, b, *more), results, gemm, batch, swiglu=spec)
+    return tuple(made if spec.keeps_product else made[1:])
+
+
+def _fuses_swiglu(a: jax.Array, b: jax.Array, spec: SwiGluSpec, batch: int) -> bool:
+    """Tells whether one kernel computes all: it can, and one for each step would take longer."""
+    gemm = spec.gemm
+    if gemm.gathered is not None:
+        return _gathers(a, b, gemm, batch, most_features=_MOST_SWIGLU_FEATURES)
+    if not isinstance(batch, int) or not primitive.has_gathering_products():
+        return False
+    tokens = (gemm.expected_tokens or a.shape[0] // batch) * batch
+    return a.shape[1] <= _MOST_SWIGLU_DEPTH and tokens >= _SWIGLU_ROWS * batch * gemm.num_groups
+
+
+def _drop_unread(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
+    """Leaves out the product, or all that follows it, if nobody reads it."""
+    equation = inputs_and_equation[-1]  # Since JAX 0.12, the flags of live inputs come before it.
+    spec, count = equation.params["spec"], len(equation.invars)
+    if not any(read):
+        return [False] * count, None
+    if spec.keeps_product and not read[0]:
+        params = equation.params | dict(spec=dataclasses.replace(spec, keeps_product=False))
+        equation = equation.replace(outvars=equation.outvars[1:], params=params)
+    elif spec.keeps_product and not any(read[1:]):
+        params = equation.params | dict(spec=spec.gemm)
+        equation = equation.replace(primitive=GEMM, outvars=equation.outvars[:1], params=params)
+    return [True] * count, equation
+
+
+#: `(x, kernel, group_sizes, group_offset, *more) -> [*product, *activated]` with a `SwiGluSpec`; `more` is that of
+#: `GEMM`, and `activated` one array, or data and scales.
+SWIGLU_GEMM = define(
+    "swiglu_gemm", _swiglu_results, _swiglu_xla, _swiglu_cuda, shares_weights=True, dce_rule=_drop_unread
+)
+
+
+def multiply_with_swiglu(
+    a: Operand, b: Operand, groups: Groups, spec: SwiGluSpec
+) -> tuple[jax.Array | None, Sequence[jax.Array]]:
+    """Returns the product, if `spec` keeps it, and SwiGLU of it: an array, or data and scales.
+
+    Operands are quantized, or are `Gathered` and a kernel of their type, with which it is differentiable.
+    """
+    if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
+        gemm = dataclasses.replace(spec.gemm, a=a.layout, b=b.layout)
+        operands = vary_alike(a.data, b.data, *groups, a.scale_inv, b.scale_inv)
+        made = bind(SWIGLU_GEMM, *operands, spec=dataclasses.replace(spec, gemm=gemm))
+    else:
+        gemm = dataclasses.replace(spec.gemm, gathered="a")
+        made = _differentiable_swiglu(a, b, groups, dataclasses.replace(spec, gemm=gemm))
+    return (made[0], made[1:]) if spec.keeps_product else (None, made)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _differentiable_swiglu(a: Any, b: jax.Array, groups: Groups, spec: SwiGluSpec) -> list[jax.Array]:
+    return bind(SWIGLU_GEMM, *vary_alike(a.x, b, *groups, a.order, a.inverse), spec=spec)
+
+
+def _swiglu_backward(spec: SwiGluSpec, residuals: Any, gradients: Any) -> tuple[Any, ...]:
+    a, b, groups = residuals
+
+    def in_steps(a: Any, b: Any) -> list[jax.Array]:
+        return list(_activated(_differentiable(a, b, groups, spec.gemm, None), groups, spec, quantize_xla))
+
+    return (*jax.vjp(in_steps, a, b)[1](gradients), None)
+
+
+_differentiable_swiglu.defvjp(
+    lambda a, b, groups, spec: (_differentiable_swiglu(a, b, groups, spec), (a, b, groups)), _swiglu_backward
+)

@@ -474,7 +474,7 @@ def _block_features(values: jax.Array, block: int) -> jax.Array:
     return pad_to(values, (rows, round_up(features, block))).reshape(rows, -1, block)
 
 
-def _quantize_cuda(
+def quantize_cuda(
     x: jax.Array, group_sizes: jax.Array, group_offset: jax.Array, *more: jax.Array, spec: QuantizeSpec, batch: int
 ) -> tuple[jax.Array, ...]:
     """Returns the results that `spec` asks for, in its order. Makes one pass over `x`, two for current scaling."""
@@ -619,7 +619,7 @@ QUANTIZE = define(
     "quantize",
     lambda x, *_, spec: list(spec.results(x.shape).values()),
     quantize_xla,
-    _quantize_cuda,
+    quantize_cuda,
     dce_rule=_drop_unread_results,
 )
 #: `(x, order, inverse, group_sizes, group_offset, *operands) -> [row_data, row_scale, *amax]` with a `QuantizeSpec`.

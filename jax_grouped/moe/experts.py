@@ -360,9 +360,16 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
         )
     down_kernels, up_kernels = _kernels_for_fprop(down, spec.down, fsdp_axis, up_kernels, with_dgrad=for_gradients)
 
-    hidden = checkpoint_name(dense.fprop(tokens, up_kernels, groups, spec.up, up.bias), HIDDEN_NAME)
-    activated = activate(hidden, spec.down.input_activation) if recipe is None else hidden
-    down_tokens = dense.quantized_tokens(activated, groups, spec.down, down_scales, columnwise=with_wgrad_rows)
+    activation = spec.down.input_activation
+    if activation == "swiglu" and not with_wgrad_rows and dense.can_fuse_swiglu(tokens, up_kernels, spec.up):
+        hidden, down_tokens = dense.fprop_with_swiglu(
+            tokens, up_kernels, groups, spec.up, spec.down, keeps_product=for_gradients
+        )
+        hidden = checkpoint_name(hidden, HIDDEN_NAME)
+    else:
+        hidden = checkpoint_name(dense.fprop(tokens, up_kernels, groups, spec.up, up.bias), HIDDEN_NAME)
+        activated = activate(hidden, activation) if recipe is None else hidden
+        down_tokens = dense.quantized_tokens(activated, groups, spec.down, down_scales, columnwise=with_wgrad_rows)
     y = dense.fprop(down_tokens, down_kernels, groups, spec.down, down.bias)
 
     if weights is not None and inverse is None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,12 +29,21 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_grouped.core.groups import Groups
 from jax_grouped.core.values import added_axes, apply_rule, as_array, canonical_dtype, sum_dtype, vary_alike
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray, gather_kernels, short_repr
-from jax_grouped.fp8.layout import feature_grain
-from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe
+from jax_grouped.fp8.layout import BLOCK, feature_grain
+from jax_grouped.fp8.recipes import DelayedScaling, Float8BlockScaling, Recipe, ScalingMode
 from jax_grouped.fp8.state import Fp8State, PerTensor
 from jax_grouped.kernels.bias import add_bias, bias_gradient
 from jax_grouped.kernels.partition import Operation, Result, Splits, apply, lie_on_mesh, own_groups
-from jax_grouped.kernels.product import RESULTS, Operand, gradient_type, multiply, part_dtype
+from jax_grouped.kernels.product import (
+    RESULTS,
+    Gathered,
+    Operand,
+    SwiGluSpec,
+    gradient_type,
+    multiply,
+    multiply_with_swiglu,
+    part_dtype,
+)
 from jax_grouped.ops.inputs import (
     DenseSpec,
     GroupSizes,
@@ -547,6 +557,31 @@ def fprop(
     """Returns the result of the layer."""
     y = multiply(tokens.rowwise, kernels.columnwise, groups, spec.fprop, out_spec=spec.partitions.out)
     return y if bias is None else add_bias(y, bias, groups)
+
+
+def fprop_with_swiglu(
+    tokens: Oriented, kernels: Oriented, groups: Groups, spec: DenseSpec, next_spec: DenseSpec, *, keeps_product: bool
+) -> tuple[jax.Array | None, Oriented]:
+    """Returns the result of `fprop`, and the tokens of the next layer, whose input's activation is SwiGLU."""
+    quantization = None if spec.recipe is None else next_spec.quantization()
+    swiglu = SwiGluSpec(spec.fprop, quantization, keeps_product)
+    product, activated = multiply_with_swiglu(tokens.rowwise, kernels.columnwise, groups, swiglu)
+    if quantization is None:
+        return product, Oriented(activated[0], activated[0])
+    data, scale_inv = activated
+    layout = quantization.layout((spec.tokens, spec.kernel.shape[2]), columnwise=False)
+    return product, Oriented(ScaledArray(data, scale_inv, groups.sizes, layout), None)
+
+
+def can_fuse_swiglu(tokens: Oriented, kernels: Oriented, spec: DenseSpec) -> bool:
+    """Tells whether `fprop_with_swiglu` computes a layer of this kind."""
+    x, kernel = tokens.rowwise, kernels.columnwise
+    fits = spec.tokens > 0 and spec.bias_dtype is None and spec.kernel.shape[2] % (2 * BLOCK) == 0
+    if not fits or spec.fprop.out_dtype == jnp.float32:
+        return False
+    if isinstance(x, Gathered):
+        return 0 not in x.x.shape and x.dtype == kernel.dtype == spec.fprop.out_dtype
+    return spec.recipe is not None and spec.recipe.token_mode == ScalingMode.BLOCK_1D
 
 
 def dgrad(residuals: DenseResiduals, gradient: Oriented) -> tuple[jax.Array, PendingWgrad]:

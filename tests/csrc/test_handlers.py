@@ -23,6 +23,7 @@ from tests.custom_calls import (
     FP8,
     GROUPS,
     I32,
+    ROW_SCALES,
     SILU,
     SWIGLU,
     activation_grad,
@@ -76,6 +77,21 @@ ACTIVATED = [((1280,), FP8), ((4,), F32), ((4,), F32)]
 SCALED = dict(scaled=True, a_type=FP8, b_type=FP8, b=(4, 32, 16), d=(32, 32))
 #: A quantization of permuted tokens with given scales, and the counts and sums of blocks of pairs.
 GIVEN = dict(given_scale=True, scale=((GROUPS,), F32), more=[((GROUPS,), F32)], amax=[((GROUPS,), F32)])
+#: A product whose activation has the data and scales of these rows.
+ROWS_SCALE = ((ROW_SCALES,), F32)
+ACTIVATING = dict(
+    scaled=True,
+    a_mode=BLOCK_1D,
+    b_mode=2,
+    tokens=32,
+    a=(32, 128),
+    b=(4, 256, 128),
+    d=(32, 256),
+    a_type=FP8,
+    b_type=FP8,
+    more=[ROWS_SCALE, ((4, 2, 4), F32)],
+    activated=[((32, 128), FP8), ROWS_SCALE],
+)
 COUNTED = dict(blocks=[(BLOCK_SHAPE, I32), (BLOCK_SHAPE, F32)])
 
 #: What each call refuses: changes of its arguments, by the beginning of the error.
@@ -110,6 +126,18 @@ REFUSED: dict[Callable[..., jax.Array], dict[str, list[dict[str, Any]]]] = {
             dict(accumulate=True, more=[((32, 16), BF16)]),
         ],
         "weight_batch must": [dict(weight_batch=3), dict(weight_batch=3, offset=(4,))],
+        "swiglu is for fprop": [dict(activated=ACTIVATING["activated"])],
+        "a and b must be float8_e4m3fn with": [ACTIVATING | dict(a_type=jnp.float8_e5m2)],
+        "the result must have 16": [ACTIVATING | dict(d_type=F32)],
+        "half of the features must": [
+            ACTIVATING | dict(b=(4, 128, 128), d=(32, 128), more=[ROWS_SCALE, ((4, 1, 4), F32)])
+        ],
+        "the activation's data must be": [
+            ACTIVATING | dict(activated=[((32, 128), jnp.float8_e5m2), ROWS_SCALE]),
+            dict(gathered=1, d=(32, 256), b=(4, 16, 256), more=[((32,), I32)], activated=[((32, 256), BF16)]),
+        ],
+        "the activation's data must have": [ACTIVATING | dict(activated=[((32, 64), FP8), ROWS_SCALE])],
+        "the activation's scales must": [ACTIVATING | dict(activated=[((32, 128), FP8), ((4,), F32)])],
         "expected_tokens must": [dict(expected_tokens=-1), dict(expected_tokens=2**62, offset=(4,))],
         "tokens must be from 0": [SCALED | dict(tokens=2**62, offset=(4,))],
     },

@@ -1,5 +1,6 @@
 // Products of gathered 16-bit tokens with their group's weight (fprop and dgrad). Rows are tokens, columns are features
-// of the result, and a stage is 64 of the depth.
+// of the result, and a stage is 64 of the depth. With SwiGLU, a tile has 128 features of the gate and the same 128 of
+// the factor, so that a thread has both numbers of each result.
 
 #include "csrc/gemm/sm90/products.h"
 
@@ -31,10 +32,15 @@ struct GatheredTokenArguments {
   GatheredRows tokens;
   int32_t element_cluster_tiles;  // of a batch element that has the most tiles possible
   int32_t cluster_tiles;          // of all batch elements
-  int32_t features;
+  int32_t features;               // of the result; with SwiGLU, of the activation's
   int32_t elements_per_weight;
   cudaDataType_t result_type;
+  uint8_t* activated;  // [tokens, features]
 };
+
+// Features that a tile has of those in the arguments.
+template <bool kSwiGlu>
+constexpr int kTileWidth = kSwiGlu ? Fragment::kColumns : GatheredTile::kColumns;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -46,10 +52,11 @@ struct GatheredTokenTile {
 };
 
 // The tiles of a block, one per cluster tile. An index has no tile if its batch element has no more tiles.
+template <bool kSwiGlu>
 class GatheredTokenTiles {
  public:
   __device__ explicit GatheredTokenTiles(const GatheredTokenArguments& args)
-      : args_(args), wide_(static_cast<int32_t>(CeilDiv(args.features, GatheredTile::kColumns))) {}
+      : args_(args), wide_(static_cast<int32_t>(CeilDiv(args.features, kTileWidth<kSwiGlu>))) {}
 
   __device__ GatheredTokenTile At(int32_t index) {
     GatheredTokenTile tile;
@@ -60,7 +67,7 @@ class GatheredTokenTiles {
     tile.output.group = element_ * args_.table.num_groups + group_;
     tile.output.group_row = first_token_;
     tile.output.row = position.row * GatheredTile::kRows;
-    tile.output.column = position.column * GatheredTile::kColumns;
+    tile.output.column = position.column * kTileWidth<kSwiGlu>;
     tile.output.rows = rows_ - tile.output.row;
     tile.output.stages = static_cast<int32_t>(CeilDiv(args_.tokens.columns, GatheredTile::kDepth));
     tile.weight = element_ / args_.elements_per_weight * args_.table.num_groups + group_;
@@ -117,11 +124,11 @@ class GatheredTokenTiles {
   int32_t rows_ = 0;
 };
 
-template <bool kWeightTransposed>
+template <bool kWeightTransposed, bool kSwiGlu>
 __device__ void ProduceGatheredTokens(const GatheredTokenArguments& args, const GatheredAddresses& shared) {
   constexpr uint32_t kWeightBytes = sizeof(GatheredShared::b[0]);
   const bool leads = LeadsProducer();
-  GatheredTokenTiles tiles(args);
+  GatheredTokenTiles<kSwiGlu> tiles(args);
   TileQueue queue(shared);
   GatheredStage stage;
   GatheredTokenTile next;
@@ -144,9 +151,9 @@ __device__ void ProduceGatheredTokens(const GatheredTokenArguments& args, const 
       WaitForPhase(shared.Empty(s), stage.parity ^ 1);
       if (leads && Lane() == 0) {
         ArriveExpecting(shared.Full(s), kWeightBytes);
-        LoadOperand<GatheredTile::kColumns, kWeightTransposed>(&args.weights, shared.B(s), tile.output.column,
-                                                               block * GatheredTile::kDepth, tile.weight, tile.shared,
-                                                               shared.Full(s));
+        LoadOperand<GatheredTile::kColumns, kWeightTransposed>(
+            &args.weights, shared.B(s), tile.output.column, block * GatheredTile::kDepth, tile.weight, tile.shared,
+            shared.Full(s), kSwiGlu ? args.features - Fragment::kColumns : 0);
       }
       __syncwarp();
       rows.Copy(args.tokens, block * GatheredTile::kDepth, shared.A(s));
@@ -156,7 +163,7 @@ __device__ void ProduceGatheredTokens(const GatheredTokenArguments& args, const 
   }
 }
 
-template <typename T, bool kWeightTransposed>
+template <typename T, bool kWeightTransposed, bool kSwiGlu>
 __device__ void MultiplyGatheredTokens(const GatheredTokenArguments& args, const GatheredAddresses& shared,
                                        const ThreadPosition& position) {
   TileQueue queue(shared);
@@ -169,25 +176,38 @@ __device__ void MultiplyGatheredTokens(const GatheredTokenArguments& args, const
     WideFragment sums;
     Clear(sums);
     MultiplyStages<T, false, kWeightTransposed>(shared, position.group, tile.stages, tile.rows, stage, sums);
-    if (!has_rows) continue;
-    // The rows below this group's last row may belong to another group.
-    const bool whole = first_row + Fragment::kRows <= tile.rows;
-    const CUtensorMap* result = whole ? &args.all_results : args.results + tile.group;
-    const int32_t row = tile.row + first_row + (whole ? tile.group_row : 0);
-    if (!whole && position.warp == 0) AcquireTensorMap(result);
+    if (!has_rows || tile.column >= args.features) continue;
+    if (!kSwiGlu || args.results != nullptr) {
+      // The rows below this group's last row may belong to another group.
+      const bool whole = first_row + Fragment::kRows <= tile.rows;
+      const CUtensorMap* result = whole ? &args.all_results : args.results + tile.group;
+      const int32_t row = tile.row + first_row + (whole ? tile.group_row : 0);
+      if (!whole && position.warp == 0) AcquireTensorMap(result);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t column = tile.column + half * Fragment::kColumns;
-      if (column >= args.features) continue;
-      staging.StoreRows(sums.halves[half], args.features - column,
-                        [&](uint32_t box, int in_half) { StoreBox(result, {column + in_half, row}, box); });
+      for (int half = 0; half < 2; ++half) {
+        const int32_t column = tile.column + half * (kSwiGlu ? args.features : Fragment::kColumns);
+        if (!kSwiGlu && column >= args.features) continue;
+        staging.StoreRows(sums.halves[half], kSwiGlu ? Fragment::kColumns : args.features - column,
+                          [&](uint32_t box, int in_half) { StoreBox(result, {column + in_half, row}, box); });
+      }
+    }
+    if constexpr (kSwiGlu) {
+      ApplySwiGlu<T>(sums.halves[1], sums.halves[0]);
+      const int64_t stride = 2 * int64_t{args.features};
+      uint8_t* const to = args.activated + (tile.group_row + tile.row + first_row) * stride + 2 * tile.column;
+      constexpr int kBoxColumns = kBoxRowBytes / 2;
+#pragma unroll
+      for (int column = 0; column < Fragment::kColumns; column += kBoxColumns) {
+        const auto write = [&](uint32_t memory) { WriteBoxes16<T, 1>(sums.halves[0], position, column, memory); };
+        staging.CopyRows(write, tile.rows - first_row, stride, to + 2 * column);
+      }
     }
   }
 }
 
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
-template <typename T, bool kWeightTransposed>
+template <typename T, bool kWeightTransposed, bool kSwiGlu>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     GatheredTokenProduct(const __grid_constant__ GatheredTokenArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -195,8 +215,10 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   const GatheredAddresses shared{SharedAddress(memory)};
   SetUpCluster<GatheredTile::kStages>(shared, kGatheredFullArrivals, kGatheredEmptyArrivals, kWarpGroupThreads);
   RunBlock<GatheredTile::kProducerRegisters, GatheredTile::kMathRegisters>(
-      [&] { ProduceGatheredTokens<kWeightTransposed>(args, shared); },
-      [&](const ThreadPosition& position) { MultiplyGatheredTokens<T, kWeightTransposed>(args, shared, position); });
+      [&] { ProduceGatheredTokens<kWeightTransposed, kSwiGlu>(args, shared); },
+      [&](const ThreadPosition& position) {
+        MultiplyGatheredTokens<T, kWeightTransposed, kSwiGlu>(args, shared, position);
+      });
 #endif
 }
 
@@ -204,16 +226,19 @@ Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmPro
                                   const GemmBuffers& buffers) {
   const GroupRowsWorkspace workspace(buffers.workspace, groups.batch, groups.num_groups);
   const bool is_fprop = problem.product == Product::kFprop;
-  const int64_t features = ResultFeatures(problem);
+  const int64_t features = ResultFeatures(problem) / (problem.swiglu ? 2 : 1);
+  const int64_t width = problem.swiglu ? kTileWidth<true> : kTileWidth<false>;
   const int64_t row_tiles = MaxRowBlocks(groups.capacity, groups.num_groups, RowsOf(kGatheredTileRows));
   const int64_t row_pairs = MaxRowBlocks(groups.capacity, groups.num_groups, RowsOf(kGatheredPairRows));
-  const int64_t cluster_tiles = ClusterTiles(row_tiles, row_pairs, CeilDiv(features, GatheredTile::kColumns));
+  const int64_t cluster_tiles = ClusterTiles(row_tiles, row_pairs, CeilDiv(features, width));
+  const bool keeps_result = !problem.swiglu || buffers.swiglu.keeps_result;
   GatheredTokenArguments args{};
   using RowBlocks = Counts<kGatheredTileRows, kGatheredPairRows>;
   JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<RowBlocks>(
       "Launching the setup of a gathered product", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
-      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows, false, workspace, &args.all_results));
-  args.results = workspace.maps;
+      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows && keeps_result, false, workspace,
+      &args.all_results));
+  if (keeps_result) args.results = workspace.maps;
   args.table = workspace.table;
   args.tokens = Gathered(problem, buffers, buffers.a, Depth(problem));
   args.element_cluster_tiles = static_cast<int32_t>(cluster_tiles);
@@ -221,6 +246,7 @@ Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmPro
   args.features = static_cast<int32_t>(features);
   args.elements_per_weight = problem.elements_per_weight;
   args.result_type = problem.result_type;
+  args.activated = buffers.swiglu.data;
   const int64_t box_rows = is_fprop ? OperandBoxes<GatheredTile::kColumns, true>::kBoxRows
                                     : OperandBoxes<GatheredTile::kColumns, false>::kBoxRows;
   JAX_GROUPED_RETURN_IF_FAILED(EncodeTensorMap(
@@ -228,8 +254,11 @@ Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmPro
       &args.weights));
   return WithGatheredTypes(problem.a_type, [&](auto number) {
     using T = decltype(number);
+    const auto kernel = problem.swiglu ? GatheredTokenProduct<T, true, true>
+                        : is_fprop     ? GatheredTokenProduct<T, true, false>
+                                       : GatheredTokenProduct<T, false, false>;
     return LaunchClusters("Launching a gathered product", stream, device, sizeof(GatheredShared), args.cluster_tiles,
-                          is_fprop ? GatheredTokenProduct<T, true> : GatheredTokenProduct<T, false>, args);
+                          kernel, args);
   });
 }
 

@@ -224,6 +224,19 @@ __device__ inline float2 LoadSharedPair(uint32_t address) {
   return value;
 }
 
+__device__ inline uint4 LoadSharedVector(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address));
+  return value;
+}
+
+// Stores the lower 16 bits.
+__device__ inline void StoreShared16(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(value)) : "memory");
+}
+
 __device__ inline void StoreShared(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }

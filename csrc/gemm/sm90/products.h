@@ -32,13 +32,17 @@ Status LaunchFp8TokenProduct(cudaStream_t stream, int device, const GemmProblem&
 Status LaunchFp8SmallGroupProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                                   const GemmBuffers& buffers);
 
+// Enqueues a kFprop of operands in blocks with SwiGLU.
+Status LaunchFp8SwiGluProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
+                              const GemmBuffers& buffers);
+
 // Enqueues a scaled kWgrad with kTensor or kBlock1D. If it accumulates, its result must have 32 bits; otherwise empty
 // groups give zeros. Tensor cores accumulate the products of 128 tokens; float32 arithmetic accumulates their sums.
 Status LaunchFp8Wgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                       const GemmBuffers& buffers);
 
-// Enqueues an unscaled kFprop or kDgrad whose operand a is gathered, and that does not accumulate. Tokens of no local
-// group become zero with zero_other_rows. Tensor cores accumulate in float32.
+// Enqueues an unscaled kFprop, perhaps with SwiGLU, or kDgrad whose operand a is gathered, and that does not accumulate.
+// Tokens of no local group become zero with zero_other_rows. Tensor cores accumulate in float32.
 Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                                   const GemmBuffers& buffers);
 

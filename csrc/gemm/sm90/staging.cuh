@@ -182,6 +182,29 @@ class Staging {
     }
   }
 
+  // Calls write(memory), which writes a box of rows, with all threads. They copy the first `rows` of these to `to`,
+  // where they are `stride` bytes apart. Unlike the copy engine, threads need no map for the last rows of a group.
+  template <typename Write>
+  __device__ __forceinline__ void CopyRows(const Write& write, int32_t rows, int64_t stride, uint8_t* to) {
+    const bool leads = position_.warp == 0 && position_.lane == 0;
+    if (leads) WaitForReads<1>();
+    SynchronizeWarpGroup(position_.group);
+    const uint32_t memory = memory_ + (second_half_ ? kBoxes * kBoxBytes : 0);
+    second_half_ = !second_half_;
+    write(memory);
+    SynchronizeWarpGroup(position_.group);
+    constexpr int kChunks = kBoxRowBytes / 16;
+    const int thread = position_.warp * 32 + position_.lane;
+    const int byte = thread % kChunks * 16;
+#pragma unroll
+    for (int row = thread / kChunks; row < Fragment::kRows; row += kWarpGroupThreads / kChunks) {
+      const uint4 data = LoadSharedVector(memory + row * kBoxRowBytes + (byte ^ (row % 8 * 16)));
+      if (row < rows) *reinterpret_cast<uint4*>(to + row * stride + byte) = data;
+    }
+    // Without copies of its own, this pass counts as one all the same.
+    if (leads) CommitStores();
+  }
+
   // Writes 64 rows of a tile, which are columns of the result. Calls store(box, row, column) for each box of them, of
   // 32 rows of the result for float32 and 64 rows for 16-bit numbers. The box's first row and column in the result are
   // counted from the first that the fragment has.

@@ -44,6 +44,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "csrc/common/activation.cuh"
 #include "csrc/common/warp.cuh"
 #include "csrc/gemm/sm90/instructions.cuh"
 #include "csrc/groups/layout.h"
@@ -86,13 +87,14 @@ constexpr int kTilesAhead = 2;
 
 // A tile, as the producer passes it to the math groups.
 struct alignas(16) OutputTile {
-  int32_t group = -1;     // index in the batch; -1 after the last tile
-  int32_t group_row = 0;  // first row of the group in a result that all groups share
-  int32_t row = 0;        // first row, counted in the group's result
-  int32_t column = 0;     // first column; may lie right of the result
-  int32_t rows = 0;       // rows of the result from `row` on; may exceed the tile's
-  int32_t stages = 0;     // number of stages to sum over, each of kDepth, or of the depth of a gathering product
-  float scale = 1.0f;     // factor of all products, with one scale per tensor
+  int32_t group = -1;       // index in the batch; -1 after the last tile
+  int32_t group_row = 0;    // first row of the group in a result that all groups share
+  int32_t row = 0;          // first row, counted in the group's result
+  int32_t column = 0;       // first column; may lie right of the result
+  int32_t rows = 0;         // rows of the result from `row` on; may exceed the tile's
+  int32_t stages = 0;       // number of stages to sum over, each of kDepth, or of the depth of a gathering product
+  float scale = 1.0f;       // factor of all products, with one scale per tensor
+  int32_t scale_block = 0;  // blocks of 4 rows before the group's 1x128 scales in a quantized result
 };
 
 static_assert(kDepth == 128, "rows of a stage are as long as the swizzled rows of 128 bytes");
@@ -219,6 +221,7 @@ class TileQueue {
       slot->rows = tile.rows;
       slot->stages = tile.stages;
       slot->scale = tile.scale;
+      slot->scale_block = tile.scale_block;
       Arrive(shared_.TileFull(slot_.index));
     }
     __syncwarp();
@@ -334,6 +337,17 @@ __device__ __forceinline__ float MultiplyScales(float a, float b) { return __fmu
 __device__ __forceinline__ void Scale(float factor, Fragment& sum) {
 #pragma unroll
   for (float& value : sum.value) value *= factor;
+}
+
+// Replaces the numbers of the gate by SwiGLU. It is computed from numbers of type T, to which those given are rounded.
+template <typename T>
+__device__ __forceinline__ void ApplySwiGlu(const Fragment& factor, Fragment& gate) {
+  const ActivationFunctions<ActivationKind::kSwiGlu> swiglu{};
+  const auto round = [](float value) { return static_cast<float>(static_cast<T>(value)); };
+#pragma unroll
+  for (int i = 0; i < Fragment::kValues; ++i) {
+    gate.value[i] = swiglu.Activate(round(gate.value[i])) * round(factor.value[i]);
+  }
 }
 
 template <typename RowType, typename ColumnType>

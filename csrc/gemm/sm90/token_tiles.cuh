@@ -155,9 +155,14 @@ class StageScales {
   template <int kRows>
   __device__ __forceinline__ void Copy(int32_t block, uint32_t token_scale, uint32_t weight_scale) {
     CopyFloats<kRows>(token_scale, token_, count_);
-    // Four scales are copied because copies are of 16 bytes.
-    CopyFloats<4>(weight_scale, weight_ + block / 4 * 4, 4);
+    CopyWeights(block, weight_scale, 0);
     token_ += stride_;
+  }
+
+  // Starts copies of the scales of other weights, which lie `distance` scales further.
+  __device__ __forceinline__ void CopyWeights(int32_t block, uint32_t weight_scale, int64_t distance) const {
+    // Four scales are copied because copies are of 16 bytes.
+    CopyFloats<4>(weight_scale, weight_ + distance + block / 4 * 4, 4);
   }
 
  private:
