@@ -179,14 +179,19 @@ def _sum_rows_cuda(rows: jax.Array, inverse: jax.Array, *weights: jax.Array, bat
 
 def sum_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> float32[T, C]`."""
+    if rows.shape[0] == 0:  # XLA refuses to gather from an empty array.
+        rows = jnp.pad(rows, [(0, 1), (0, 0)])
+    # One mask of all choices: XLA may make one of each choice in a kernel of its own.
+    exists = (inverse >= 0) & (inverse < rows.shape[0])
     if weights is not None:
         # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.
-        weights = jnp.where((inverse >= 0) & (inverse < rows.shape[0]), weights, 0)
+        weights = jnp.where(exists, weights, 0)
     # Gather choice by choice: XLA fuses the gathers and a sum of fixed order into one kernel. XLA may materialise one
     # gather of all choices as an array `[T, k, C]`.
     terms = []
     for choice in range(inverse.shape[1]):
-        term = gather(rows, inverse[:, choice]).astype(jnp.float32)
+        found = rows.at[inverse[:, choice]].get(mode="clip", wrap_negative_indices=False)
+        term = jnp.where(exists[:, choice, None], found, 0).astype(jnp.float32)
         terms.append(term if weights is None else term * weights[:, choice, None])
     return functools.reduce(jnp.add, terms)
 
