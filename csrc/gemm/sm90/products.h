@@ -41,8 +41,8 @@ Status LaunchFp8SwiGluProduct(cudaStream_t stream, int device, const GemmProblem
 Status LaunchFp8Wgrad(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                       const GemmBuffers& buffers);
 
-// Enqueues an unscaled kFprop, perhaps with SwiGLU, or kDgrad whose operand a is gathered, and that does not accumulate.
-// Tokens of no local group become zero with zero_other_rows. Tensor cores accumulate in float32.
+// Enqueues an unscaled kFprop, perhaps with SwiGLU, or kDgrad whose operand a is gathered, and that does not
+// accumulate. Tokens of no local group become zero with zero_other_rows. Tensor cores accumulate in float32.
 Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                                   const GemmBuffers& buffers);
 
