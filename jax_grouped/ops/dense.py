@@ -576,8 +576,8 @@ def fprop_with_swiglu(
 def can_fuse_swiglu(tokens: Oriented, kernels: Oriented, spec: DenseSpec) -> bool:
     """Tells whether `fprop_with_swiglu` computes a layer of this kind."""
     x, kernel = tokens.rowwise, kernels.columnwise
-    fits = spec.tokens > 0 and spec.bias_dtype is None and spec.kernel.shape[2] % (2 * BLOCK) == 0
-    if not fits or spec.fprop.out_dtype == jnp.float32:
+    fits = spec.bias_dtype is None and spec.kernel.shape[2] % (2 * BLOCK) == 0
+    if not fits or 0 in (spec.tokens, *spec.kernel.shape) or spec.fprop.out_dtype == jnp.float32:
         return False
     if isinstance(x, Gathered):
         return 0 not in x.x.shape and x.dtype == kernel.dtype == spec.fprop.out_dtype

@@ -139,6 +139,18 @@ def test_gathered_tokens_under_vmap(backend: str) -> None:
             np.testing.assert_array_equal(one[index][:rows], other[:rows])
 
 
+def test_without_hidden_features(backend: str) -> None:
+    x, logits = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((8, 2))
+    gate_up, down = jnp.ones((2, 16, 0), jnp.bfloat16), jnp.ones((2, 0, 16), jnp.bfloat16)
+    for recipe in (None, jg.Float8BlockScaling()):
+
+        def layer(x: jax.Array, recipe: Any = recipe) -> jax.Array:
+            return jg.moe.moe_mlp(x, logits, gate_up, down, router=jg.moe.Router(1), recipe=recipe)[0]
+
+        y, pull_back = jax.vjp(jax.jit(layer), x)
+        assert not np.any(np.asarray([y, *pull_back(y)], np.float32))
+
+
 def test_second_derivatives() -> None:
     case = Case((20, 12), 16, 256, tail=0)
     (gathered, kernel), groups = (operands := Operands(case, "fprop", "a", "bfloat16")).arrays, operands.groups
