@@ -59,7 +59,7 @@ def gemm(
         zero_other_rows=True,
         batch_invariant=False,
         swiglu=bool(activated),
-        keeps_result=True,
+        keeps_product=True,
         pow2_scales=False,
         amax_epsilon=np.float32(0),
     )

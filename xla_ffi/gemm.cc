@@ -24,7 +24,7 @@ struct GemmAttributes {
   bool zero_other_rows;     // rows of no group of the result, except for wgrad, become zero
   bool batch_invariant;     // except for wgrad
   bool swiglu;              // results for the activation follow the result
-  bool keeps_result;        // with swiglu
+  bool keeps_product;       // with swiglu
   bool pow2_scales;         // of the activation
   float amax_epsilon;
 };
@@ -146,10 +146,14 @@ Gemm Decode(Call& call, const GemmAttributes& attributes) {
   if (problem.swiglu) {
     const bool in_blocks = problem.scaled && problem.a_mode == ScalingMode::kBlock1D;
     call.Check(problem.product == Product::kFprop && (in_blocks || gathers),
-               "swiglu is for fprop of gathered tokens or of operands in blocks");
+               "swiglu is for fprop of gathered tokens or of block-scaled operands");
     call.Check(problem.result_type != CUDA_R_32F, "the result must have 16 bits with swiglu");
     call.Check(problem.out_features % (2 * kBlock) == 0, "half of the features must be a multiple of 128 with swiglu");
     if (in_blocks) {
+      // The kernel keeps maps of the groups in the workspace, and the copy engine (TMA) counts rows with 32 bits.
+      call.CheckRange("the number of groups with swiglu", problem.num_groups, 1, kMostGatheredGroups);
+      call.CheckRange("the features of all weights with swiglu", NumWeights(problem) * problem.out_features, 1,
+                      kMostInt32);
       call.Check(problem.a_type == CUDA_R_8F_E4M3 && problem.b_type == CUDA_R_8F_E4M3,
                  "a and b must be float8_e4m3fn with swiglu");
       call.Check(data.Type() == ffi::F8E4M3FN, "the activation's data must be float8_e4m3fn");
@@ -163,7 +167,7 @@ Gemm Decode(Call& call, const GemmAttributes& attributes) {
     }
     buffers.swiglu.data = data.Data<uint8_t>();
     buffers.swiglu.scale_rule = {attributes.pow2_scales, attributes.amax_epsilon};
-    buffers.swiglu.keeps_result = attributes.keeps_result;
+    buffers.swiglu.keeps_product = attributes.keeps_product;
   }
   if (gathers) {
     const Array indices = call.Operand("row_indices");
@@ -214,7 +218,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_grouped::GemmAttributes, StructMembe
                                       StructMember<int64_t>("weight_batch"),
                                       StructMember<::jax_grouped::Gather>("gathered"), StructMember<bool>("accumulate"),
                                       StructMember<bool>("zero_other_rows"), StructMember<bool>("batch_invariant"),
-                                      StructMember<bool>("swiglu"), StructMember<bool>("keeps_result"),
+                                      StructMember<bool>("swiglu"), StructMember<bool>("keeps_product"),
                                       StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"));
 
 namespace jax_grouped {

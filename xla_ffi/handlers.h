@@ -11,7 +11,7 @@ namespace jax_grouped {
 // Computes a grouped matmul:
 //   jax_grouped_gemm(a, b, group_sizes, group_offset[, a_scale, b_scale][, row_indices][, accumulator])
 //       {product, scaled, a_mode, b_mode, tokens, expected_tokens, weight_batch, gathered, accumulate, zero_other_rows,
-//        batch_invariant, swiglu, keeps_result, pow2_scales, amax_epsilon}
+//        batch_invariant, swiglu, keeps_product, pow2_scales, amax_epsilon}
 //       -> (d[, activated data[, activated scales]], scratch, workspace)
 //
 // Scaled operands are FP8 arrays, quantized along the contraction axis; a_scale and b_scale are their inverse scales.
@@ -21,8 +21,8 @@ namespace jax_grouped {
 // batch elements, one after another, and group_offset has an entry for every element. Of weights there are
 // weight_batch, each for an equal run of batch elements. Without zero_other_rows, rows of no group may hold anything in
 // d. With batch_invariant, fprop and dgrad have one order of sums for all sizes. With swiglu, fprop of gathered tokens
-// or of operands in blocks also returns the activation of d, in blocks quantized rowwise; without keeps_result, d may
-// then hold anything.
+// or of block-scaled operands also returns SwiGLU of d, for the latter quantized rowwise; rows of no group hold
+// anything in it. Without keeps_product, d holds anything.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 

@@ -107,6 +107,12 @@ __device__ inline float HideInfinity(float x) {
   return (__float_as_uint(x) & 0x7fffffff) >= kInfinityBits ? __int_as_float(0x7fffffff) : x;
 }
 
+// Returns the bits of the absolute value, or 0 if it is not finite.
+__device__ inline uint32_t FiniteBits(float x) {
+  const uint32_t bits = __float_as_uint(x) & 0x7fffffff;
+  return bits < kInfinityBits ? bits : 0;
+}
+
 // Converts two values times a scale to FP8, the first in the low byte. Clips; NaN becomes 0x7f.
 template <typename Fp8>
 __device__ inline uint32_t Quantize2(float low, float high, float scale) {

@@ -152,10 +152,6 @@ Status CheckCapability(const GemmProblem& problem, int major, int minor) {
     return Status::Failed("products that gather their rows need Hopper (compute capability 9.0), " + found +
                           ": lower the program where this GPU is visible, which copies the rows first.");
   }
-  if (problem.swiglu && major != 9) {
-    return Status::Failed("products with SwiGLU need Hopper (compute capability 9.0), " + found +
-                          ": lower the program where this GPU is visible, which quantizes in a pass of its own.");
-  }
   if (!problem.scaled) return Status::Ok();
   if (major < 9) return Status::Failed("FP8 products need compute capability 9.0 or newer, " + found + ".");
   if (problem.a_mode == ScalingMode::kMx && major < 10) {

@@ -52,23 +52,24 @@ struct GemmProblem {
   bool accumulate;              // adds the product to d
   Gather gathered;              // kNone for scaled operands; kB for kWgrad only
   bool batch_invariant;         // kFprop and kDgrad: has one order of sums for all sizes
-  bool swiglu;                  // kFprop of gathered tokens or of operands in blocks: computes SwiGLU too
+  bool swiglu;                  // kFprop of gathered tokens or of block-scaled operands: computes SwiGLU too
   int64_t gathered_from;        // rows of the array from which rows are gathered, of all batch elements; 0 with kNone
 };
 
 bool operator<(const GemmProblem& first, const GemmProblem& second);
 
 // SwiGLU of the result of a kFprop, whose first half of features are the gate's. It is computed from the result's
-// numbers, which have 16 bits, and has their type, or with operands in blocks is quantized in blocks of 1x128 as
+// numbers, which have 16 bits, and has their type, or with block-scaled operands is quantized in blocks of 1x128 as
 // float8_e4m3fn. Half of the features must be a multiple of kBlock.
 struct SwiGluResult {
   uint8_t* data;
   float* scale;  // inverse scales, if it is quantized
   ScaleRule scale_rule;
-  bool keeps_result;  // otherwise the product's result is not written
+  bool keeps_product;  // otherwise the product's result is not written
 };
 
-// Device memory of one call. `a`, `b`, `d`, the block scales and `scratch` start on 16-byte boundaries.
+// Device memory of one call. `a`, `b`, `d`, the block scales, `scratch` and the data of `swiglu` start on 16-byte
+// boundaries.
 struct GemmBuffers {
   const void* a;
   const void* b;
@@ -90,8 +91,8 @@ constexpr size_t kWorkspaceBytes = size_t{32} << 20;
 // gives all results of a custom call this alignment.
 constexpr int64_t kWorkspaceAlignmentBytes = 128;
 
-// Most groups of a product with a gathered operand, of all batch elements. Our kernels keep three arrays of them in the
-// workspace: tensor maps, a table and an order.
+// Most groups of a product with a gathered operand or with SwiGLU, of all batch elements. Our kernels keep three arrays
+// of them in the workspace: tensor maps, a table and an order.
 constexpr int64_t kMostGatheredGroups = 65536;
 
 // Returns the number of weight matrices.

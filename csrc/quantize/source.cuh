@@ -78,12 +78,6 @@ struct PairOf<float> {
   __device__ static Largest FromFloatBits(uint2 bits) { return {__uint_as_float(bits.x), __uint_as_float(bits.y)}; }
 };
 
-// Returns the bits of the absolute value, or 0 if it is not finite.
-__device__ inline uint32_t FiniteBits(float x) {
-  const uint32_t bits = __float_as_uint(x) & 0x7fffffff;
-  return bits < kInfinityBits ? bits : 0;
-}
-
 // Returns the largest absolute values of the first and of the second elements: infinity or NaN if one is not finite.
 template <typename Pair, int kCount>
 __device__ typename Pair::Largest PairwiseLargest(const Pair (&pairs)[kCount]) {
@@ -204,6 +198,7 @@ struct PlainSource {
       // Each lane finds the index of one row, or -1 for none.
       int32_t index = Lane() < chunk.rows ? row_indices[chunk.first_row + Lane()] : -1;
       if (!IsRow(index)) index = -1;
+      // The product of two unsigned factors of 32 bits is one instruction; that of 64 bits takes several.
       const bool has_column = column < features;
       const T* from = has_column ? x + column : x;
 #pragma unroll

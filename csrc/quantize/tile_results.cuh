@@ -173,8 +173,8 @@ class RowQuantizer {
   bool finite_ = true;
 };
 
-// Quantizer of a tile's columns. A lane handles a pair of columns in one slot, so that 8 lanes write 128 contiguous
-// bytes. A warp handles 8 columns, then 8 columns of the other half of the tile.
+// Quantizer of a tile's columns. A lane handles a pair of columns in each half of the tile, in one slot, so that 8
+// lanes write 128 contiguous bytes. A warp handles 8 columns of each half.
 template <typename State>
 class ColumnQuantizer {
   static constexpr ScalingMode kMode = State::kMode;
@@ -194,7 +194,8 @@ class ColumnQuantizer {
     }
     if (state_.args.column_data == nullptr) return;
 
-    // Values that are needed again are read again from the tile: 16 pairs would fill the registers.
+    // Lanes without a slot stay until the last shuffle. Values that are needed again are read again from the tile: 16
+    // pairs would fill the registers.
     Largest largest[2]{};
     if (columns.has_slot) {
 #pragma unroll
@@ -268,6 +269,7 @@ class ColumnQuantizer {
     columns.has_slot = columns.slot < state_.count;
     if (columns.has_slot) FindSlot(&columns);
     columns.all_full = __all_sync(kFullWarp, !columns.has_slot || columns.rows == kFp8Alignment);
+    // Lanes without a slot compute no more scales than the others.
     const int slots = columns.has_slot ? columns.last - columns.first + 1 : kSlots;
     columns.sharing_bits = slots >= kScales ? 2 : slots >= 2 ? 1 : 0;
     columns.sharing = 1 << columns.sharing_bits;
@@ -344,10 +346,10 @@ class ColumnQuantizer {
     uint32_t amax[kScales];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Largest of_slots = Accumulate(largest[half], columns.slot, columns.first, Pair::Max);
+      const Largest shared_largest = Accumulate(largest[half], columns.slot, columns.first, Pair::Max);
       const int last = columns.last * 4 + Lane() % 4;
       const uint2 bits =
-          Pair::ToFloatBits(Shuffle(of_slots, [&](auto word) { return __shfl_sync(kFullWarp, word, last); }));
+          Pair::ToFloatBits(Shuffle(shared_largest, [&](auto word) { return __shfl_sync(kFullWarp, word, last); }));
       amax[2 * half] = bits.x;
       amax[2 * half + 1] = bits.y;
     }
@@ -357,6 +359,8 @@ class ColumnQuantizer {
 #pragma unroll
     for (int i = 0; i < kScales; ++i) {
       if (i >= columns.most_scales) break;
+      // A lane that has computed its scales repeats them while others compute more: all lanes take part in the
+      // shuffles.
       const int own = ((turn & mask) + (i << columns.sharing_bits)) % kScales;
       const int half = own / 2;
       const uint32_t first_amax = half == 0 ? amax[0] : amax[2];

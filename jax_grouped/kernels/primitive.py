@@ -249,9 +249,13 @@ def define(
     ) -> Any:
         for_cuda &= backend != "xla"
         function: Any = functools.partial(on_xla, batches=batches, **static)
-        are_several = True
         if for_cuda:
-            function, are_several = functools.partial(cuda, batch=batches[0], **static), len(ctx.avals_out) > 1
+            on_cuda = functools.partial(cuda, batch=batches[0], **static)
+
+            def function(*operands: jax.Array) -> Any:
+                made = on_cuda(*operands)
+                return [made] if isinstance(made, jax.Array) else made
+
             if cuda_devices() and (problem := find_problem()):
                 raise RuntimeError(" ".join(problem))
             if isinstance(batches[0], int) and batches[0] > MAX_BATCH:  # In an export, the batch may be symbolic.
@@ -263,7 +267,7 @@ def define(
         # is no access to the mesh here, so the implementation could not create arrays that vary over them: drop them.
         known: tuple[list[Any], list[Any]] = list(ctx.avals_in), list(ctx.avals_out)
         avals_in, avals_out = [[jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals] for avals in known]
-        rule = mlir.lower_fun(function, multiple_results=are_several)
+        rule = mlir.lower_fun(function, multiple_results=True)
         return rule(ctx.replace(avals_in=avals_in, avals_out=avals_out), *args)
 
     mlir.register_lowering(primitive, lower)

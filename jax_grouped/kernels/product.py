@@ -44,9 +44,9 @@ MAX_GATHERED_GROUPS = 65536
 #: Most features, besides those of the gathered rows, with which a product that gathers takes less time than a copy and
 #: cuBLASLt's product (measured on an H200 with the layers of `benchmarks/shapes.toml`).
 _MOST_GATHERED_FEATURES, _MOST_GATHERED_WGRAD_FEATURES = 1792, 1024
-#: Most features of the result with which a product of gathered rows with SwiGLU takes less time than the steps apart;
-#: most features of FP8 tokens with which theirs does, and the rows of its tiles (measured on an H200, as above).
-_MOST_SWIGLU_FEATURES, _MOST_SWIGLU_DEPTH, _SWIGLU_ROWS = 2048, 4096, 256
+#: Limits within which one kernel takes less time than a product, SwiGLU and quantization apart (measured on an H200, as
+#: above): features of the product of gathered tokens; features of FP8 tokens; least FP8 tokens per group, on average.
+_MOST_SWIGLU_FEATURES, _MOST_SWIGLU_DEPTH, _LEAST_SWIGLU_TOKENS = 2048, 4096, 256
 #: Most bytes to which the groups of a narrow kernel are converted at once, unless a single one is larger.
 _CONVERTED_BYTES = 2**25
 #: Whether XLA computes a product a second time where a scan keeps it and something else reads it, if no barrier follows
@@ -430,7 +430,7 @@ def _call(
         zero_other_rows=spec.zero_other_rows,
         batch_invariant=batch_invariant,
         swiglu=swiglu is not None,
-        keeps_result=swiglu is None or swiglu.keeps_product,
+        keeps_product=swiglu is None or swiglu.keeps_product,
         pow2_scales=quantization is not None and quantization.pow2_scales,
         amax_epsilon=np.float32(0 if quantization is None else quantization.amax_epsilon),
     )[: len(results)]
@@ -608,11 +608,13 @@ GEMM = define("gemm", product_result, multiply_xla, multiply_cuda, shares_weight
 
 @dataclasses.dataclass(frozen=True)
 class SwiGluSpec:
-    """`fprop` of gathered tokens or of operands in blocks, and SwiGLU of its result.
+    """`fprop` of gathered tokens or of block-scaled operands, and SwiGLU of its result.
+
+    Rows of no group hold anything in the activation's result.
 
     Attributes:
         gemm: the product, `[T, 2 F]`.
-        quantization: with operands in blocks, that of the activation's result, `[T, F]`: rowwise, in blocks.
+        quantization: with block-scaled operands, that of the activation's result, `[T, F]`: rowwise, in blocks.
         keeps_product: whether the product is a result too.
     """
 
@@ -660,7 +662,8 @@ def _swiglu_cuda(a: jax.Array, b: jax.Array, *more: jax.Array, spec: SwiGluSpec,
     if gemm.gathered is not None:
         more = (*more[:2], in_whole_batch(row_tokens(*more[2:]), a.shape[0] // batch, batch))
     made = _call((a, b, *more), results, gemm, batch, swiglu=spec)
-    return tuple(made if spec.keeps_product else made[1:])
+    kept = tuple(made if spec.keeps_product else made[1:])
+    return jax.lax.optimization_barrier(kept) if _REPEATS_KEPT_PRODUCTS else kept
 
 
 def _fuses_swiglu(a: jax.Array, b: jax.Array, spec: SwiGluSpec, batch: int) -> bool:
@@ -670,8 +673,11 @@ def _fuses_swiglu(a: jax.Array, b: jax.Array, spec: SwiGluSpec, batch: int) -> b
         return _gathers(a, b, gemm, batch, most_features=_MOST_SWIGLU_FEATURES)
     if not isinstance(batch, int) or not primitive.has_gathering_products():
         return False
-    tokens = (gemm.expected_tokens or a.shape[0] // batch) * batch
-    return a.shape[1] <= _MOST_SWIGLU_DEPTH and tokens >= _SWIGLU_ROWS * batch * gemm.num_groups
+    # What the kernel can count: groups in its workspace, and rows of all weights in 32 bits.
+    if batch * gemm.num_groups > MAX_GATHERED_GROUPS or b.shape[0] * b.shape[1] >= 2**31:
+        return False
+    tokens = gemm.expected_tokens or a.shape[0] // batch
+    return a.shape[1] <= _MOST_SWIGLU_DEPTH and tokens >= _LEAST_SWIGLU_TOKENS * gemm.num_groups
 
 
 def _drop_unread(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
@@ -701,7 +707,7 @@ def multiply_with_swiglu(
 ) -> tuple[jax.Array | None, Sequence[jax.Array]]:
     """Returns the product, if `spec` keeps it, and SwiGLU of it: an array, or data and scales.
 
-    Operands are quantized, or are `Gathered` and a kernel of their type, with which it is differentiable.
+    `a` and `b` are quantized, or `a` is `Gathered` and `b` a kernel of its type; only the latter is differentiable.
     """
     if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
         gemm = dataclasses.replace(spec.gemm, a=a.layout, b=b.layout)
@@ -722,7 +728,9 @@ def _swiglu_backward(spec: SwiGluSpec, residuals: Any, gradients: Any) -> tuple[
     a, b, groups = residuals
 
     def in_steps(a: Any, b: Any) -> list[jax.Array]:
-        return list(_activated(_differentiable(a, b, groups, spec.gemm, None), groups, spec, quantize_xla))
+        product = _differentiable(a, b, groups, spec.gemm, None)
+        activated = activate(product, "swiglu")
+        return [product, activated] if spec.keeps_product else [activated]
 
     return (*jax.vjp(in_steps, a, b)[1](gradients), None)
 

@@ -179,10 +179,10 @@ def _sum_rows_cuda(rows: jax.Array, inverse: jax.Array, *weights: jax.Array, bat
 
 def sum_choices(rows: jax.Array, inverse: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     """Sums the existing rows of each token, times their weights if there are any: `[R, C] -> float32[T, C]`."""
+    # Compute one mask for all choices: XLA may compute the masks of single choices in one kernel each.
+    exists = (inverse >= 0) & (inverse < rows.shape[0])
     if rows.shape[0] == 0:  # XLA refuses to gather from an empty array.
         rows = jnp.pad(rows, [(0, 1), (0, 0)])
-    # One mask of all choices: XLA may make one of each choice in a kernel of its own.
-    exists = (inverse >= 0) & (inverse < rows.shape[0])
     if weights is not None:
         # Zero the weights of dropped pairs: their rows are zero, and zero times a weight that is not finite is NaN.
         weights = jnp.where(exists, weights, 0)

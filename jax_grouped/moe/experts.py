@@ -319,7 +319,7 @@ class _Saved(NamedTuple):
 
     x: Any
     row_map: RowMap
-    hidden: jax.Array
+    hidden: jax.Array | None  # None without gradients.
     up: dense.DenseResiduals
     down: dense.DenseResiduals
     accumulators: tuple[jax.Array | None, jax.Array | None]
@@ -361,6 +361,7 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
     down_kernels, up_kernels = _kernels_for_fprop(down, spec.down, fsdp_axis, up_kernels, with_dgrad=for_gradients)
 
     activation = spec.down.input_activation
+    # The fused product makes no columnwise copy, which rows that stand need.
     if activation == "swiglu" and not with_wgrad_rows and dense.can_fuse_swiglu(tokens, up_kernels, spec.up):
         hidden, down_tokens = dense.fprop_with_swiglu(
             tokens, up_kernels, groups, spec.up, spec.down, keeps_product=for_gradients

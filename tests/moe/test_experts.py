@@ -215,6 +215,34 @@ def test_states_have_the_largest_values_of_both_operands_of_every_product(backen
     np.testing.assert_array_equal(new_up.fp8_state.input_amax_history[:, 0], tokens)
 
 
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["bf16", "block"])
+def test_experts_without_hidden_features_return_zeros(backend: str, recipe: Any) -> None:
+    x, logits = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((8, 2))
+    gate_up, down = jnp.ones((2, 16, 0), jnp.bfloat16), jnp.ones((2, 0, 16), jnp.bfloat16)
+
+    def layer(x: jax.Array) -> jax.Array:
+        return moe.moe_mlp(x, logits, gate_up, down, router=moe.Router(1), recipe=recipe)[0]
+
+    y, pull_back = jax.vjp(jax.jit(layer), x)
+    assert not np.any(np.asarray([y, *pull_back(y)], np.float32))
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["bf16", "block"])
+def test_the_first_product_computes_swiglu(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> None:
+    monkeypatch.setattr(primitive, "has_gathering_products", lambda: True)
+    shapes = (1024, 128), (1024, 2), (2, 128, 256), (2, 128, 128)
+
+    def layer(*given: jax.Array) -> jax.Array:
+        return moe.moe_mlp(*given, router=moe.Router(2), recipe=recipe)[0]
+
+    def gradients(x: jax.Array, *more: jax.Array) -> Any:
+        return jax.value_and_grad(lambda x: jnp.sum(layer(x, *more).astype(jnp.float32)))(x)
+
+    for function in (layer, gradients):
+        calls = custom_calls(lowered(function, *map(struct, shapes)), "jax_grouped_gemm")
+        assert sum("swiglu = true" in call for call in calls) == 1
+
+
 def test_a_weight_of_zero_has_a_gradient(backend: str) -> None:
     # The second choice's score underflows to a weight of zero.
     logits = jnp.where(jnp.arange(E) == 2, 0.0, -200.0) * jnp.ones((T, 1))

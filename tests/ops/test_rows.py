@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_grouped.kernels.activations import Activation, SwiGLU, is_gated
-from jax_grouped.kernels.rows import activate, activation_grad, permute_rows, sum_rows
+from jax_grouped.kernels.rows import activate, activation_grad, permute_rows, sum_choices, sum_rows
 from tests import quantize_oracle
 from tests.activations import GPT_OSS, by_jax
 from tests.operands import normal
@@ -198,6 +198,9 @@ def test_nothing(backend: str) -> None:
         np.testing.assert_array_equal(copies, jnp.full((rows, features), tokens > 0, jnp.float32))
         sums = sum_rows(jnp.ones((tokens, features), jnp.bfloat16), jnp.full((rows, 2), tokens, jnp.int32))
         np.testing.assert_array_equal(sums, jnp.zeros((rows, features)))
+    # A dropped pair has no row: its weight counts for nothing.
+    dropped = sum_choices(jnp.ones((0, 16), jnp.bfloat16), jnp.zeros((4, 2), jnp.int32), jnp.full((4, 2), jnp.inf))
+    np.testing.assert_array_equal(dropped, jnp.zeros((4, 16)))
     for shape in ((0, 16), (3, 0)):
         check_gradient("swiglu", *arrays(*shape, "bfloat16"))
 

@@ -37,7 +37,7 @@ def operands() -> tuple[jg.GroupedQuantized, jg.KernelCache]:
     )
 
 
-def specs(dtype: Any, **options: Any) -> SwiGluSpec:
+def make_spec(dtype: Any, **options: Any) -> SwiGluSpec:
     x, kernel = operands()
     gemm = GemmSpec("fprop", SIZES.size, jnp.dtype(dtype), a=x.rowwise.layout, b=kernel.columnwise.layout)
     quantization = QuantizeSpec(ScalingMode.BLOCK_1D, jnp.float8_e4m3fn, SIZES.size, activation="swiglu", **options)
@@ -58,7 +58,7 @@ def in_groups(product: jax.Array, data: jax.Array, scale: jax.Array) -> list[np.
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", [dict(pow2_scales=True), dict(amax_epsilon=0.5)], ids=["pow2", "epsilon"])
 def test_bits_are_those_of_two_passes(backend: str, dtype: str, options: dict[str, Any]) -> None:
-    spec = specs(dtype, **options)
+    spec = make_spec(dtype, **options)
     got = jax.jit(lambda *given: bind(SWIGLU_GEMM, *given, spec=spec))(*arrays())
 
     def apart() -> Any:
@@ -75,7 +75,7 @@ def test_bits_are_those_of_two_passes(backend: str, dtype: str, options: dict[st
 
 def test_what_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(primitive, "has_gathering_products", lambda: True)
-    spec = specs(jnp.bfloat16)
+    spec = make_spec(jnp.bfloat16)
 
     def program(*read: int) -> str:
         def results(*given: jax.Array) -> list[jax.Array]:
@@ -85,9 +85,9 @@ def test_what_nobody_reads_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
         return lowered(results, *arrays())
 
     (whole,) = custom_calls(program(0, 1, 2))
-    assert re.search("keeps_result = true.* swiglu = true", whole)
+    assert re.search("keeps_product = true.* swiglu = true", whole)
     (without,) = custom_calls(program(1, 2))
-    assert re.search("keeps_result = false.* swiglu = true", without)
+    assert re.search("keeps_product = false.* swiglu = true", without)
     (product,) = custom_calls(program(0))
     assert "swiglu = false" in product
 
@@ -104,17 +104,17 @@ GATHERED = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gathered_tokens(backend: str, name: str, dtype: str) -> None:
     case = GATHERED[name]
-    operands = Operands(case, "fprop", "a", dtype)
+    given = Operands(case, "fprop", "a", dtype)
     gemm = GemmSpec("fprop", len(case.sizes), jnp.dtype(dtype))
 
     def run(keeps_product: bool) -> Any:
         spec = SwiGluSpec(gemm, keeps_product=keeps_product)
-        return jax.jit(lambda a, b, groups: multiply_with_swiglu(a, b, groups, spec))(*operands.arrays, operands.groups)
+        return jax.jit(lambda a, b, groups: multiply_with_swiglu(a, b, groups, spec))(*given.arrays, given.groups)
 
     product, (activated,) = run(True)
 
     rows = sum(case.sizes)
-    expected = jax.jit(lambda a, b, groups: multiply(a, b, groups, gemm))(*operands.arrays, operands.groups)
+    expected = jax.jit(lambda a, b, groups: multiply(a, b, groups, gemm))(*given.arrays, given.groups)
     np.testing.assert_array_equal(product[:rows], expected[:rows])
     # Another exponential may round to the neighbour.
     close = dict(rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
@@ -139,16 +139,15 @@ def test_gathered_tokens_under_vmap(backend: str) -> None:
             np.testing.assert_array_equal(one[index][:rows], other[:rows])
 
 
-def test_without_hidden_features(backend: str) -> None:
-    x, logits = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((8, 2))
-    gate_up, down = jnp.ones((2, 16, 0), jnp.bfloat16), jnp.ones((2, 0, 16), jnp.bfloat16)
-    for recipe in (None, jg.Float8BlockScaling()):
-
-        def layer(x: jax.Array, recipe: Any = recipe) -> jax.Array:
-            return jg.moe.moe_mlp(x, logits, gate_up, down, router=jg.moe.Router(1), recipe=recipe)[0]
-
-        y, pull_back = jax.vjp(jax.jit(layer), x)
-        assert not np.any(np.asarray([y, *pull_back(y)], np.float32))
+def test_gathered_tokens_make_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(primitive, "has_gathering_products", lambda: True)
+    case = GATHERED["small groups"]
+    given = Operands(case, "fprop", "a", "bfloat16")
+    for keeps_product in (True, False):
+        spec = SwiGluSpec(GemmSpec("fprop", len(case.sizes), jnp.dtype("bfloat16")), keeps_product=keeps_product)
+        run = functools.partial(multiply_with_swiglu, spec=spec)
+        (call,) = custom_calls(lowered(run, *given.arrays, given.groups))
+        assert "swiglu = true" in call
 
 
 def test_second_derivatives() -> None:

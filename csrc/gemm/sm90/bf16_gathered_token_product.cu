@@ -27,7 +27,7 @@ static_assert(RowsOf(kGatheredPairRows) == kCluster * GatheredTile::kRows);
 struct GatheredTokenArguments {
   CUtensorMap weights;
   CUtensorMap all_results;     // the results of all groups in one map
-  const CUtensorMap* results;  // one map per group
+  const CUtensorMap* results;  // one map per group; null if the product is not wanted
   GroupTable table;            // the first batch element's
   GatheredRows tokens;
   int32_t element_cluster_tiles;  // of a batch element that has the most tiles possible
@@ -35,7 +35,7 @@ struct GatheredTokenArguments {
   int32_t features;               // of the result; with SwiGLU, of the activation's
   int32_t elements_per_weight;
   cudaDataType_t result_type;
-  uint8_t* activated;  // [tokens, features]
+  uint8_t* activated;  // [tokens, features]; with SwiGLU
 };
 
 // Features that a tile has of those in the arguments.
@@ -231,14 +231,14 @@ Status LaunchGatheredTokenProduct(cudaStream_t stream, int device, const GemmPro
   const int64_t row_tiles = MaxRowBlocks(groups.capacity, groups.num_groups, RowsOf(kGatheredTileRows));
   const int64_t row_pairs = MaxRowBlocks(groups.capacity, groups.num_groups, RowsOf(kGatheredPairRows));
   const int64_t cluster_tiles = ClusterTiles(row_tiles, row_pairs, CeilDiv(features, width));
-  const bool keeps_result = !problem.swiglu || buffers.swiglu.keeps_result;
+  const bool keeps_product = !problem.swiglu || buffers.swiglu.keeps_product;
   GatheredTokenArguments args{};
   using RowBlocks = Counts<kGatheredTileRows, kGatheredPairRows>;
   JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<RowBlocks>(
       "Launching the setup of a gathered product", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
-      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows && keeps_result, false, workspace,
+      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows && keeps_product, false, workspace,
       &args.all_results));
-  if (keeps_result) args.results = workspace.maps;
+  if (keeps_product) args.results = workspace.maps;
   args.table = workspace.table;
   args.tokens = Gathered(problem, buffers, buffers.a, Depth(problem));
   args.element_cluster_tiles = static_cast<int32_t>(cluster_tiles);

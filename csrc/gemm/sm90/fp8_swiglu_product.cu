@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "csrc/common/fp8.cuh"
 #include "csrc/common/warp.cuh"
 #include "csrc/gemm/sm90/instructions.cuh"
 #include "csrc/gemm/sm90/launch.cuh"
@@ -22,7 +23,6 @@
 #include "csrc/gemm/sm90/token_tiles.cuh"
 #include "csrc/groups/layout.h"
 #include "csrc/groups/table.cuh"
-#include "csrc/quantize/source.cuh"
 
 namespace jax_grouped::sm90 {
 
@@ -34,14 +34,15 @@ struct SwiGluTile {
   static constexpr int kBlockRows = kRows / kCluster;
   static constexpr int kBoxRows = kBlockRows;
 };
+static_assert(RowsOf(SwiGluTile::kRowBlock) == SwiGluTile::kRows);
 static_assert(SwiGluTile::kBlockRows == Fragment::kRows * kMathGroups);
 
 struct SwiGluArguments {
-  TokenOperands operands;     // their features are those of the activation's result
-  CUtensorMap all_hidden;     // the input of the activation, of all groups in one map
-  const CUtensorMap* hidden;  // one map per group; null if it is not wanted
-  uint8_t* activated;         // [tokens, features]
-  float* activated_scale;     // inverse scales
+  TokenOperands operands;      // their features are those of the activation's result
+  CUtensorMap all_results;     // the input of the activation, of all groups in one map
+  const CUtensorMap* results;  // one map per group; null if it is not wanted
+  uint8_t* activated;          // [tokens, features]
+  float* activated_scale;      // inverse scales
   ScaleRule scale_rule;
 };
 
@@ -169,16 +170,16 @@ __device__ __forceinline__ void MultiplySwiGlu(const SwiGluArguments& args, cons
     }
     if (tile.stages == 0 || first_row >= tile.rows) continue;
     const int32_t features = args.operands.features;
-    if (args.hidden != nullptr) {
+    if (args.results != nullptr) {
       // The rows below this group's last row may belong to another group.
       const bool whole = first_row + Fragment::kRows <= tile.rows;
-      const CUtensorMap* hidden = whole ? &args.all_hidden : args.hidden + tile.group;
+      const CUtensorMap* result = whole ? &args.all_results : args.results + tile.group;
       const int32_t row = tile.row + first_row + (whole ? tile.group_row : 0);
-      if (!whole && position.warp == 0) AcquireTensorMap(hidden);
+      if (!whole && position.warp == 0) AcquireTensorMap(result);
 #pragma unroll
       for (int wave = 0; wave < kWaves; ++wave) {
         staging.StoreRows(sums[wave], kTileColumns, [&](uint32_t box, int column) {
-          StoreBox(hidden, {wave * features + tile.column + column, row}, box);
+          StoreBox(result, {wave * features + tile.column + column, row}, box);
         });
       }
     }
@@ -212,15 +213,15 @@ Status LaunchFp8SwiGluProduct(cudaStream_t stream, int device, const GemmProblem
   using RowBlocks = Counts<RowBlock::k4, SwiGluTile::kRowBlock>;
   JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<RowBlocks>(
       "Launching the setup of a product with SwiGLU", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
-      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows && activated.keeps_result, false,
-      workspace, &args.all_hidden));
-  if (activated.keeps_result) args.hidden = workspace.maps;
+      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows && activated.keeps_product, false,
+      workspace, &args.all_results));
+  if (activated.keeps_product) args.results = workspace.maps;
   args.activated = activated.data;
   args.activated_scale = activated.scale;
   args.scale_rule = activated.scale_rule;
   TokenOperands& operands = args.operands;
   JAX_GROUPED_RETURN_IF_FAILED(EncodeOperands<SwiGluTile>(problem, groups, buffers, workspace.table, &operands));
-  // A cluster tile has the same features of both halves.
+  // EncodeOperands counts all features; a cluster tile has 128 of the gate and the same 128 of the factor.
   operands.features /= 2;
   operands.element_cluster_tiles /= 2;
   operands.cluster_tiles /= 2;

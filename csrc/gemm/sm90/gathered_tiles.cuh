@@ -192,8 +192,8 @@ struct RowsOfThread {
 };
 
 // Copies an operand to a stage by the TMA. With `shared`, each block of the cluster copies one half to both blocks.
-// `extent` counts along the operand's own axis, `depth` along the contraction axis. The second half of the operand is
-// `gap` further along the former than the first half's end. One thread must call it.
+// `extent` counts along the operand's own axis, `depth` along the contraction axis. The second half of the operand
+// begins `gap` after the end of the first half, along its own axis. One thread must call it.
 template <int kExtent, bool kTransposed>
 __device__ __forceinline__ void LoadOperand(const CUtensorMap* map, uint32_t stage, int32_t extent, int32_t depth,
                                             int32_t matrix, bool shared, uint32_t full, int32_t gap = 0) {

@@ -32,7 +32,7 @@ Status LaunchFp8TokenProduct(cudaStream_t stream, int device, const GemmProblem&
 Status LaunchFp8SmallGroupProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                                   const GemmBuffers& buffers);
 
-// Enqueues a kFprop of operands in blocks with SwiGLU.
+// Enqueues a kFprop of block-scaled operands with SwiGLU.
 Status LaunchFp8SwiGluProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                               const GemmBuffers& buffers);
 

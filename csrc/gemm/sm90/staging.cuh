@@ -201,7 +201,7 @@ class Staging {
       const uint4 data = LoadSharedVector(memory + row * kBoxRowBytes + (byte ^ (row % 8 * 16)));
       if (row < rows) *reinterpret_cast<uint4*>(to + row * stride + byte) = data;
     }
-    // Without copies of its own, this pass counts as one all the same.
+    // WaitForReads<1> counts passes: commit an empty one, or the next pass would not wait for the half that it writes.
     if (leads) CommitStores();
   }
 

@@ -91,7 +91,7 @@ struct alignas(16) OutputTile {
   int32_t group_row = 0;    // first row of the group in a result that all groups share
   int32_t row = 0;          // first row, counted in the group's result
   int32_t column = 0;       // first column; may lie right of the result
-  int32_t rows = 0;         // rows of the result from `row` on; may exceed the tile's
+  int32_t rows = 0;         // rows of the result from `row` on; may exceed the tile's, or be 0 or less
   int32_t stages = 0;       // number of stages to sum over, each of kDepth, or of the depth of a gathering product
   float scale = 1.0f;       // factor of all products, with one scale per tensor
   int32_t scale_block = 0;  // blocks of 4 rows before the group's 1x128 scales in a quantized result
@@ -339,7 +339,8 @@ __device__ __forceinline__ void Scale(float factor, Fragment& sum) {
   for (float& value : sum.value) value *= factor;
 }
 
-// Replaces the numbers of the gate by SwiGLU. It is computed from numbers of type T, to which those given are rounded.
+// Replaces the gate by SwiGLU. Rounds both inputs to T first, so that the result is that of a pass over the stored
+// product.
 template <typename T>
 __device__ __forceinline__ void ApplySwiGlu(const Fragment& factor, Fragment& gate) {
   const ActivationFunctions<ActivationKind::kSwiGlu> swiglu{};
