@@ -198,12 +198,12 @@ struct PlainSource {
       // Each lane finds the index of one row, or -1 for none.
       int32_t index = Lane() < chunk.rows ? row_indices[chunk.first_row + Lane()] : -1;
       if (!IsRow(index)) index = -1;
-      // The product of two unsigned factors of 32 bits is one instruction; that of 64 bits takes several.
       const bool has_column = column < features;
       const T* from = has_column ? x + column : x;
 #pragma unroll
       for (int row = 0; row < kFp8Alignment; row += kRows) {
         const int32_t from_row = __shfl_sync(kFullWarp, index, row + first);
+        // The product of two unsigned factors of 32 bits is one instruction; that of 64 bits takes several.
         const auto distance = uint64_t{static_cast<uint32_t>(max(from_row, 0))} * static_cast<uint32_t>(features);
         CopyAsync(to + row * kVectors, from + distance, has_column && from_row >= 0);
       }

@@ -673,7 +673,7 @@ def _fuses_swiglu(a: jax.Array, b: jax.Array, spec: SwiGluSpec, batch: int) -> b
         return _gathers(a, b, gemm, batch, most_features=_MOST_SWIGLU_FEATURES)
     if not isinstance(batch, int) or not primitive.has_gathering_products():
         return False
-    # What the kernel can count: groups in its workspace, and rows of all weights in 32 bits.
+    # The kernel has room for so many groups in its workspace, and counts rows of all weights with 32 bits.
     if batch * gemm.num_groups > MAX_GATHERED_GROUPS or b.shape[0] * b.shape[1] >= 2**31:
         return False
     tokens = gemm.expected_tokens or a.shape[0] // batch

@@ -166,7 +166,7 @@ def grouped_dense(
     if weights.lora is None:
         return y
     options: Any = dict(group_sizes=group_sizes, group_offset=group_offset, precision=precision)
-    # Where `Explicit` axes split the features of `x`, types would leave a choice for their sums.
+    # Types would leave a choice for the sums over features of `x` that `Explicit` axes split.
     hidden_spec = PartitionSpec(jax.typeof(x).sharding.spec[0])
     hidden = grouped_dense(x, weights.lora.a, **options, out_sharding=hidden_spec)
     options |= dict(preferred_element_type=preferred_element_type, out_sharding=out_sharding)

@@ -1,7 +1,7 @@
 // FP8 products of tokens with both halves of their group's weight, the gate's features and the factor's, with SwiGLU
 // and the quantization of its result in blocks of 1x128. A stage is 128 of the depth.
 //
-// Of a cluster tile of 256 rows, each block has 128. Its two waves are the products with 128 features of the gate and
+// Each block has 128 of a cluster tile's 256 rows. Its two waves are the products with 128 features of the gate and
 // the same 128 of the factor, so that a thread has both numbers of each result, and a quad of lanes has whole scaling
 // blocks. Each block copies one half of the weights to both.
 

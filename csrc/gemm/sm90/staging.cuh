@@ -186,11 +186,7 @@ class Staging {
   // where they are `stride` bytes apart. Unlike the copy engine, threads need no map for the last rows of a group.
   template <typename Write>
   __device__ __forceinline__ void CopyRows(const Write& write, int32_t rows, int64_t stride, uint8_t* to) {
-    const bool leads = position_.warp == 0 && position_.lane == 0;
-    if (leads) WaitForReads<1>();
-    SynchronizeWarpGroup(position_.group);
-    const uint32_t memory = memory_ + (second_half_ ? kBoxes * kBoxBytes : 0);
-    second_half_ = !second_half_;
+    const uint32_t memory = NextHalf();
     write(memory);
     SynchronizeWarpGroup(position_.group);
     constexpr int kChunks = kBoxRowBytes / 16;
@@ -202,7 +198,7 @@ class Staging {
       if (row < rows) *reinterpret_cast<uint4*>(to + row * stride + byte) = data;
     }
     // WaitForReads<1> counts passes: commit an empty one, or the next pass would not wait for the half that it writes.
-    if (leads) CommitStores();
+    if (Leads()) CommitStores();
   }
 
   // Writes 64 rows of a tile, which are columns of the result. Calls store(box, row, column) for each box of them, of
@@ -240,18 +236,25 @@ class Staging {
     if constexpr (kColumn + kStep < Fragment::kColumns) ForColumns<kStep, kColumn + kStep>(each);
   }
 
-  // Calls write(memory) with all threads, and then store(memory) with one.
-  template <typename Write, typename Store>
-  __device__ __forceinline__ void Pass(const Write& write, const Store& store) {
-    const bool leads = position_.warp == 0 && position_.lane == 0;
-    if (leads) WaitForReads<1>();
+  __device__ __forceinline__ bool Leads() const { return position_.warp == 0 && position_.lane == 0; }
+
+  // Returns the half to write, once the copies that read it are done.
+  __device__ __forceinline__ uint32_t NextHalf() {
+    if (Leads()) WaitForReads<1>();
     SynchronizeWarpGroup(position_.group);
     const uint32_t memory = memory_ + (second_half_ ? kBoxes * kBoxBytes : 0);
     second_half_ = !second_half_;
+    return memory;
+  }
+
+  // Calls write(memory) with all threads, and then store(memory) with one.
+  template <typename Write, typename Store>
+  __device__ __forceinline__ void Pass(const Write& write, const Store& store) {
+    const uint32_t memory = NextHalf();
     write(memory);
     FenceShared();
     SynchronizeWarpGroup(position_.group);
-    if (!leads) return;
+    if (!Leads()) return;
     store(memory);
     CommitStores();
   }
