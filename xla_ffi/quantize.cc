@@ -16,6 +16,7 @@ struct QuantizeAttributes {
   bool rowwise;
   bool columnwise;
   bool dbias;
+  bool finds_amax;  // otherwise the largest values may be anything
   bool pow2_scales;
   float amax_epsilon;
   bool given_scale;
@@ -118,6 +119,8 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
              "an FP8 x is quantized in mode BLOCK_1D without an activation only");
   call.Check(!attributes.given_scale || attributes.mode == ScalingMode::kTensor,
              "scales can be given for whole groups only");
+  call.Check(attributes.finds_amax || attributes.given_scale || attributes.mode != ScalingMode::kTensor,
+             "finds_amax must be true where scales of whole groups are not given");
   call.Check(!attributes.gathered || !has_activation, "rows are gathered without an activation only");
   call.Check(has_activation || (!attributes.weighted && !attributes.backward),
              "weights of rows and a backward form need an activation");
@@ -183,7 +186,8 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
   if (attributes.columnwise) {
     TakeQuantized(call, layout, &args.output_type, &args.column_data, &args.column_scale, &args.column_scale_bytes);
   }
-  args.amax = reinterpret_cast<uint32_t*>(TakeResult(call, true, "amax", num_groups));
+  float* const amax = TakeResult(call, true, "amax", num_groups);
+  if (attributes.finds_amax) args.amax = reinterpret_cast<uint32_t*>(amax);
   args.dbias = TakeResult(call, attributes.dbias, "dbias", num_groups * features);
   args.inner_products = TakeResult(call, attributes.inner_products, "inner_products",
                                    layout.batch * layout.tokens * CeilDiv(x_features, kBlock));
@@ -195,7 +199,8 @@ ffi::Error Quantize(Call& call, const QuantizeAttributes& attributes) {
     TakeQuantized(call, layout, &type, &args.activated_data, &scale, &args.activated_scale_bytes);
     call.Check(type == CUDA_R_8F_E4M3, "the activation's result must become float8_e4m3fn");
     args.activated_scale = static_cast<float*>(scale);
-    args.activated_amax = reinterpret_cast<uint32_t*>(TakeResult(call, true, "activated_amax", num_groups));
+    float* const activated_amax = TakeResult(call, true, "activated_amax", num_groups);
+    if (attributes.finds_amax) args.activated_amax = reinterpret_cast<uint32_t*>(activated_amax);
   }
   const int64_t num_results = call.ResultsTaken();
   const Array scratch = call.Result("scratch");
@@ -308,8 +313,8 @@ ffi::Error Dequantize(Call& call, const DequantizeAttributes& attributes) {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::jax_grouped::QuantizeAttributes, StructMember<::jax_grouped::ScalingMode>("mode"),
     StructMember<int64_t>("stack_rows"), StructMember<bool>("rowwise"), StructMember<bool>("columnwise"),
-    StructMember<bool>("dbias"), StructMember<bool>("pow2_scales"), StructMember<float>("amax_epsilon"),
-    StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
+    StructMember<bool>("dbias"), StructMember<bool>("finds_amax"), StructMember<bool>("pow2_scales"),
+    StructMember<float>("amax_epsilon"), StructMember<bool>("given_scale"), StructMember<bool>("gathered"),
     StructMember<::jax_grouped::ActivationKind>("activation"), StructMember<float>("limit"),
     StructMember<float>("gate_limit"), StructMember<float>("alpha"), StructMember<float>("offset"),
     StructMember<bool>("backward"), StructMember<bool>("weighted"), StructMember<bool>("inner_products"),

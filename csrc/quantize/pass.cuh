@@ -61,11 +61,12 @@ struct alignas(16) Window {
 };
 static_assert(sizeof(Window) == kWindowBytes);
 
-// Raises the amax of each group to those of its slots, find_amax(slot). Issues one atomic operation per group: many
-// operations on the same address would be slow. A thread must call it for each of the `count` slots.
+// Raises the amax of each group, if anybody reads them, to those of its slots, find_amax(slot). Issues one atomic
+// operation per group: many operations on the same address would be slow. A thread must call it for each of the `count`
+// slots.
 template <typename FindAmax>
 __device__ void RecordAmax(int slot, const Chunk* chunks, const FindAmax& find_amax, int count, uint32_t* group_amax) {
-  if (slot >= count) return;
+  if (slot >= count || group_amax == nullptr) return;
   const int32_t group = chunks[slot].group;
   if (slot > 0 && chunks[slot - 1].group == group) return;
   uint32_t amax = 0;
@@ -165,6 +166,13 @@ bool IsGatedGradient(const Quantization& args);
 
 // Launches that kernel. The setup must have been launched before.
 Status LaunchGatedGradient(cudaStream_t stream, const Quantization& quantization);
+
+// Tells whether the kernel of gathered_columns.cu takes a quantization: 16-bit rows that are gathered, with kBlock1D
+// and columnwise only, without dbias.
+bool IsGatheredColumns(const Quantization& args);
+
+// Launches that kernel. The setup must have been launched before.
+Status LaunchGatheredColumns(cudaStream_t stream, const Quantization& args);
 
 }  // namespace jax_grouped
 

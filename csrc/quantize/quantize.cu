@@ -197,7 +197,7 @@ Status LaunchTiles(cudaStream_t stream, const Quantization& args) {
 // between them would take most of the time.
 Status ChooseSingleLaunch(QuantizeArguments* args) {
   // A gated gradient has a kernel of its own, after the setup.
-  if (args->activated_amax != nullptr) return Status::Ok();
+  if (args->activated_scale != nullptr) return Status::Ok();
   const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
   // Either all blocks leave early or none does, because the blocks of a single launch wait for each other.
   const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
@@ -229,7 +229,8 @@ Status LaunchPasses(cudaStream_t stream, Quantization* args) {
   JAX_GROUPED_RETURN_IF_FAILED(args->output_type == CUDA_R_8F_E4M3 ? LaunchSetUp<E4m3>(stream, *args)
                                                                    : LaunchSetUp<E5m2>(stream, *args));
   if (args->group_scales && args->given_scale == nullptr) JAX_GROUPED_RETURN_IF_FAILED(LaunchFindAmax(stream, *args));
-  return args->activated_data != nullptr ? LaunchGatedGradient(stream, *args) : LaunchTiles(stream, *args);
+  if (args->activated_data != nullptr) return LaunchGatedGradient(stream, *args);
+  return IsGatheredColumns(*args) ? LaunchGatheredColumns(stream, *args) : LaunchTiles(stream, *args);
 }
 
 // Makes the results of a backward form, then those of the activation.

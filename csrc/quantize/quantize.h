@@ -38,10 +38,10 @@ struct QuantizeArguments {
   void* row_scale;
   uint8_t* column_data;
   void* column_scale;
-  uint32_t* amax;       // [num_groups], bits of float32
+  uint32_t* amax;       // [num_groups], bits of float32; null if nobody reads them, except with current scaling
   float* partial_sums;  // [blocks of 128 rows, features], scratch, only for dbias
   // Those of the activation's result, if its columnwise copy is made too.
-  uint32_t* activated_amax;            // [num_groups], bits of float32
+  uint32_t* activated_amax;            // [num_groups], bits of float32, or null
   float* activated_scale;              // inverse scales
   const float* given_activated_scale;  // [num_groups], as `given_scale`
 

@@ -26,7 +26,7 @@ template <typename Fp8>
 __device__ void InitializeGroups(const QuantizeArguments& args, int32_t element, uint32_t thread, uint32_t threads) {
   for (int64_t i = thread; i < args.groups.num_groups; i += threads) {
     const int64_t group = static_cast<int64_t>(element) * args.groups.num_groups + i;
-    args.amax[group] = 0;
+    if (args.amax != nullptr) args.amax[group] = 0;
     if (args.activated_amax != nullptr) args.activated_amax[group] = 0;
     if (!args.group_scales) continue;
     if (args.activated_scale != nullptr) {
@@ -247,7 +247,8 @@ __device__ void SetUpHere(const QuantizeArguments& args, const WorkItem& work, i
   StoreTable(args, table, work.element);
 }
 
-// Quantizes the tiles of a work item. With kSingleLaunch, it is a cooperative launch that needs no kernel before it.
+// Quantizes the tiles of a work item. With kSingleLaunch, it needs no kernel before it. Blocks then wait for each
+// other, in a cooperative launch, if they find amaxes.
 template <ScalingMode kMode, typename Fp8, typename Source, bool kSingleLaunch>
 __global__ void __launch_bounds__(kTileThreads,
                                   kSingleLaunch ? kBlocksOfSingleLaunch : kBlocks<typename Source::Element>)
@@ -265,7 +266,11 @@ __global__ void __launch_bounds__(kTileThreads,
     __shared__ Window own_window;
     SetUpHere<Fp8>(args, work, reinterpret_cast<int32_t*>(shared), &own_window);
     window = &own_window;
-    barrier.Arrive();
+    if (args.amax != nullptr) {
+      barrier.Arrive();  // of the block first
+    } else {
+      __syncthreads();
+    }
   }
   const InputTile<typename Source::Element> tile{reinterpret_cast<char*>(shared)};
   using State = TileState<kMode, Fp8, typename Source::Element>;
@@ -303,7 +308,7 @@ __global__ void __launch_bounds__(kTileThreads,
     asm volatile("" : "+r"(state.first_column));
     const uint32_t group_value = loaded ? LoadGroupValue(state) : load(pass);
     WritePass(state, group_value, &rows);
-    if (!finds_amax) continue;
+    if (!finds_amax || args.amax == nullptr) continue;
     if (kSingleLaunch && pass == work.part) barrier.Wait();
     record_amax();
   }
@@ -332,8 +337,9 @@ Status LaunchTilesFrom(cudaStream_t stream, const QuantizeArguments& args, const
       AllowSharedMemory(reinterpret_cast<const void*>(kernel), kBytes, cudaSharedmemCarveoutMaxShared));
   constexpr char kWhat[] = "Launching the quantization";
   const Grid grid{WorkItem::Blocks(args), kTileThreads, kBytes};
-  return args.single_launch ? LaunchCooperative(kWhat, stream, grid, kernel, args, source)
-                            : LaunchEarly(kWhat, stream, grid, kernel, args, source);
+  if (!args.single_launch) return LaunchEarly(kWhat, stream, grid, kernel, args, source);
+  return args.amax != nullptr ? LaunchCooperative(kWhat, stream, grid, kernel, args, source)
+                              : Launch(kWhat, stream, grid, kernel, args, source);
 }
 
 template <ScalingMode kMode>

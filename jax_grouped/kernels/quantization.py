@@ -64,6 +64,7 @@ class QuantizeSpec:
         gathered_rows: `R`, the number of rows, if `row_indices` are given.
         rowwise, columnwise: the orientations to make.
         dbias: whether to sum each group's rows.
+        finds_amax: whether to find the largest values, which otherwise may be anything; current scaling needs them.
         pow2_scales: whether scales are rounded down to powers of two.
         amax_epsilon: blocks whose largest value is below this are scaled as if it were this.
         activation: function applied to `x` before quantization, in float32. With an `activation_input`, the gradient of
@@ -83,6 +84,7 @@ class QuantizeSpec:
     rowwise: bool = True
     columnwise: bool = False
     dbias: bool = False
+    finds_amax: bool = True
     pow2_scales: bool = False
     amax_epsilon: float = 0.0
     activation: Activation | None = None
@@ -403,7 +405,7 @@ class _Stack:
         return blocks.max(axis=(2, 4))
 
 
-def _quantize_permuted_xla(
+def quantize_permuted_xla(
     x: jax.Array,
     order: jax.Array,
     inverse: jax.Array,
@@ -506,6 +508,7 @@ def quantize_attributes(spec: QuantizeSpec) -> dict[str, Any]:
         rowwise=spec.rowwise,
         columnwise=spec.columnwise,
         dbias=spec.dbias,
+        finds_amax=spec.finds_amax,
         pow2_scales=spec.pow2_scales,
         amax_epsilon=np.float32(spec.amax_epsilon),
         given_scale="scale" in spec.given,
@@ -519,7 +522,7 @@ def quantize_attributes(spec: QuantizeSpec) -> dict[str, Any]:
     )
 
 
-def _quantize_permuted_cuda(
+def quantize_permuted_cuda(
     x: jax.Array, order: jax.Array, inverse: jax.Array, *operands: jax.Array, spec: QuantizeSpec, batch: int
 ) -> tuple[jax.Array, ...]:
     """Returns the rowwise data and scales, and with given scales the largest values. Reads each token once."""
@@ -590,6 +593,10 @@ def _drop_unread_results(read: Sequence[bool], *inputs_and_equation: Any) -> tup
     names = [name for name, is_read in zip(results, read, strict=True) if is_read]
     positions = {name: i for i, name in enumerate(("x", "group_sizes", "group_offset", *spec.given))}
     sides = {name.partition("_")[0] for name in names}
+    # Scales of whole groups come from the largest values of this call or of earlier ones.
+    spec = dataclasses.replace(
+        spec, finds_amax=spec.mode == ScalingMode.TENSOR or "amax" in names or "activated_amax" in names
+    )
     if sides == {"activated"}:
         # The forward form of what `activated` adds reads no gradient.
         positions["x"] = positions["activation_input"]
@@ -626,8 +633,8 @@ QUANTIZE = define(
 QUANTIZE_PERMUTED = define(
     "quantize_permuted",
     lambda x, *_, spec: spec.permuted_results(x.shape),
-    _quantize_permuted_xla,
-    _quantize_permuted_cuda,
+    quantize_permuted_xla,
+    quantize_permuted_cuda,
 )
 #: `(data, scale_inv, group_sizes) -> [x]` with `layout` and `out_dtype`.
 DEQUANTIZE = define(

@@ -193,15 +193,19 @@ def test_without_rows(backend: str) -> None:
 @pytest.mark.parametrize("mode", MODES[:2])
 def test_what_is_not_read_is_not_made(mode: ScalingMode) -> None:
     operands, spec = make("swiglu", mode)
+    keeps = "true" if mode == ScalingMode.TENSOR else "false"
     for read, flags in [
-        (lambda gradient, *_: gradient.rowwise.data, ("true", "true", "false", "false")),
-        (lambda _, __, products: products, ("true", "true", "false", "false")),
-        (lambda _, activated, __: activated.columnwise.data, ("false", "false", "true", "false")),
-        (lambda gradient, activated, _: (gradient.columnwise.data, activated.amax), ("true", "false", "true", "true")),
+        (lambda gradient, *_: gradient.rowwise.data, ("true", "true", "false", "false", keeps)),
+        (lambda _, __, products: products, ("true", "true", "false", "false", keeps)),
+        (lambda _, activated, __: activated.columnwise.data, ("false", "false", "true", "false", keeps)),
+        (
+            lambda gradient, activated, _: (gradient.columnwise.data, activated.amax),
+            ("true", "false", "true", "true", "true"),
+        ),
     ]:
         text = lowered(lambda operands, read=read: read(*quantize(operands, spec)), operands)
         (call,) = custom_calls(text, "jax_grouped_quantize")
-        names = "backward", "rowwise", "columnwise", "activated"
+        names = "backward", "rowwise", "columnwise", "activated", "finds_amax"
         assert tuple(re.search(rf"\b{name} = (\w+)", call)[1] for name in names) == flags
 
 
