@@ -90,7 +90,10 @@ void DecodeSizes(Call& call, const GemmAttributes& attributes, int64_t batch, co
   if (problem->gathered != Gather::kNone) {
     problem->gathered_from = (problem->gathered == Gather::kA ? a : b).Axis(0);
     call.CheckRange("the number of rows to gather from", problem->gathered_from, 1, kMostInt32);
-    call.CheckRange("the number of groups of gathered rows", problem->num_groups, 1, kMostGatheredGroups);
+  }
+  if (problem->gathered != Gather::kNone || problem->swiglu) {
+    // The kernels keep maps of the groups in the workspace.
+    call.CheckRange("the number of groups", problem->num_groups, 1, kMostGatheredGroups);
   }
   // The shapes of columnwise tokens, as in a scaled wgrad, hold no sizes.
   if (is_wgrad && problem->scaled) return;
@@ -127,8 +130,9 @@ Gemm Decode(Call& call, const GemmAttributes& attributes) {
   call.CheckRange("product", static_cast<int64_t>(problem.product), 0, static_cast<int64_t>(Product::kWgrad));
   call.CheckRange("gathered", static_cast<int64_t>(problem.gathered), 0,
                   static_cast<int64_t>(is_wgrad ? Gather::kB : Gather::kA));
-  call.Check(!gathers || (!problem.scaled && !problem.accumulate),
-             "rows are gathered for 16-bit operands without an accumulator only");
+  call.Check(!gathers || !problem.accumulate, "rows are gathered without an accumulator only");
+  call.Check(!gathers || !problem.scaled || (!is_wgrad && problem.a_mode == ScalingMode::kBlock1D),
+             "of scaled operands, rows are gathered for a, in blocks of 1x128, only");
   DecodeTypes(call, a, b, gemm.d, &problem);
   DecodeSizes(call, attributes, offset.Elements(), a, b, gemm.d, &problem);
   const Groups& groups = gemm.groups = call.TakeGroups(sizes, offset, problem.num_groups, problem.tokens);
@@ -137,7 +141,16 @@ Gemm Decode(Call& call, const GemmAttributes& attributes) {
     const Array a_scale = call.Operand("a_scale");
     const Array b_scale = call.Operand("b_scale");
     const QuantizedLayout b_layout = LayoutOfB(problem, groups);
-    call.CheckQuantized(LayoutOfA(problem, groups), a, a_scale);
+    QuantizedLayout a_layout = LayoutOfA(problem, groups);
+    if (gathers) {  // It is quantized as a single group.
+      a_layout.batch = a_layout.num_groups = 1;
+      a_layout.tokens = problem.gathered_from;
+    }
+    if (gathers || problem.swiglu) {
+      // The copy engine (TMA) counts rows of all weights with 32 bits.
+      call.CheckRange("the features of all weights", NumWeights(problem) * ResultFeatures(problem), 1, kMostInt32);
+    }
+    call.CheckQuantized(a_layout, a, a_scale);
     call.CheckQuantized(b_layout, b, b_scale);
     buffers.a_scale = a_scale.Data();
     buffers.b_scale = b_scale.Data();
@@ -150,10 +163,6 @@ Gemm Decode(Call& call, const GemmAttributes& attributes) {
     call.Check(problem.result_type != CUDA_R_32F, "the result must have 16 bits with swiglu");
     call.Check(problem.out_features % (2 * kBlock) == 0, "half of the features must be a multiple of 128 with swiglu");
     if (in_blocks) {
-      // The kernel keeps maps of the groups in the workspace, and the copy engine (TMA) counts rows with 32 bits.
-      call.CheckRange("the number of groups with swiglu", problem.num_groups, 1, kMostGatheredGroups);
-      call.CheckRange("the features of all weights with swiglu", NumWeights(problem) * problem.out_features, 1,
-                      kMostInt32);
       call.Check(problem.a_type == CUDA_R_8F_E4M3 && problem.b_type == CUDA_R_8F_E4M3,
                  "a and b must be float8_e4m3fn with swiglu");
       call.Check(data.Type() == ffi::F8E4M3FN, "the activation's data must be float8_e4m3fn");

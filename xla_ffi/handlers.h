@@ -15,14 +15,15 @@ namespace jax_grouped {
 //       -> (d[, activated data[, activated scales]], scratch, workspace)
 //
 // Scaled operands are FP8 arrays, quantized along the contraction axis; a_scale and b_scale are their inverse scales.
-// Row i of an operand that is gathered is the one of index row_indices[i]; operands then have 16 bits, and there is no
-// accumulator. With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers;
-// otherwise the accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all
-// batch elements, one after another, and group_offset has an entry for every element. Of weights there are
-// weight_batch, each for an equal run of batch elements. Without zero_other_rows, rows of no group may hold anything in
-// d. With batch_invariant, fprop and dgrad have one order of sums for all sizes. With swiglu, fprop of gathered tokens
-// or of block-scaled operands also returns SwiGLU of d, for the latter quantized rowwise; rows of no group hold
-// anything in it. Without keeps_product, d holds anything.
+// Row i of an operand that is gathered is the one of index row_indices[i], counted through the batch; there is then no
+// accumulator. Of scaled operands, only a with scales of 1x128 is gathered, an array that is quantized as one group.
+// With an accumulator, d is the accumulator plus the product. The caller should alias the two buffers; otherwise the
+// accumulator is copied to d first. A call may be for a batch: each operand then holds the arrays of all batch
+// elements, one after another, and group_offset has an entry for every element. Of weights there are weight_batch, each
+// for an equal run of batch elements. Without zero_other_rows, rows of no group may hold anything in d. With
+// batch_invariant, fprop and dgrad have one order of sums for all sizes. With swiglu, fprop of gathered tokens or of
+// block-scaled operands also returns SwiGLU of d, for the latter quantized rowwise; rows of no group hold anything in
+// it. Without keeps_product, d holds anything.
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmExecute);
 

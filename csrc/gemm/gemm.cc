@@ -45,10 +45,10 @@ std::string DescribeOperands(const GemmProblem& problem) {
 }
 
 // Depth up to which our kernel of fprop and dgrad for larger groups is faster than cuBLASLt's, if its tiles are
-// full: 1.3 times as fast at 1024, 1.1 times at 2048, as fast at 4096. If its tiles are not full, it is faster only if
-// each multiprocessor computes few.
-constexpr int64_t kMostDepth = 3072;
-constexpr int64_t kMostPartialTiles = 2;  // of a multiprocessor
+// full: 1.3 times as fast at 1024, 1.1 times at 2048, 1.03 times at 4096, as fast at 7168. If its tiles are not full,
+// it is faster only if each pair of multiprocessors computes few.
+constexpr int64_t kMostDepth = 4096;
+constexpr int64_t kMostPartialTiles = 2;  // of a pair of multiprocessors, which compute a tile together
 
 // Most tokens per group, on average, of the kernel for small groups. It is 1.2 to 1.7 times as fast as cuBLASLt's with
 // one token, 1 to 1.4 times with 64, and slower with 96.
@@ -77,7 +77,7 @@ bool IsSm90TokenProduct(const GemmProblem& problem, int processors) {
   if (problem.expected_tokens >= sm90::kTileTokens * problem.num_groups) return true;
   const int64_t tiles = MaxRowBlocks(problem.expected_tokens, problem.num_groups, sm90::kTileTokens) *
                         CeilDiv(features, sm90::kTileFeatures);
-  return tiles <= kMostPartialTiles * processors;
+  return tiles <= kMostPartialTiles * (processors / 2);
 }
 
 // Returns true if one of our kernels computes the product on such a GPU. On Hopper these products are those of gathered
@@ -94,14 +94,15 @@ bool IsSm90Product(const GemmProblem& problem, const DeviceProperties& device) {
 Status LaunchSm90(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                   const GemmBuffers& buffers) {
   const bool is_wgrad = problem.product == Product::kWgrad;
-  if (problem.gathered != Gather::kNone) {
+  if (!problem.scaled) {
     return is_wgrad ? sm90::LaunchGatheredWgrad(stream, device, problem, groups, buffers)
                     : sm90::LaunchGatheredTokenProduct(stream, device, problem, groups, buffers);
   }
-  if (problem.swiglu) return sm90::LaunchFp8SwiGluProduct(stream, device, problem, groups, buffers);
   if (is_wgrad) return sm90::LaunchFp8Wgrad(stream, device, problem, groups, buffers);
-  return HasSmallGroups(problem) ? sm90::LaunchFp8SmallGroupProduct(stream, device, problem, groups, buffers)
-                                 : sm90::LaunchFp8TokenProduct(stream, device, problem, groups, buffers);
+  const bool is_plain = problem.gathered == Gather::kNone && !problem.swiglu;
+  return is_plain && HasSmallGroups(problem)
+             ? sm90::LaunchFp8SmallGroupProduct(stream, device, problem, groups, buffers)
+             : sm90::LaunchFp8TokenProduct(stream, device, problem, groups, buffers);
 }
 
 }  // namespace

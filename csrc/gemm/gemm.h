@@ -21,7 +21,7 @@ namespace jax_grouped {
 enum class Product : int32_t { kFprop, kDgrad, kWgrad };
 
 // The operand of a product whose rows are gathered: row i is row row_indices[i] of the array that is given in its
-// place, or zeros if there is no such row.
+// place, or zeros if there is no such row. A scaled array is quantized as a single group.
 enum class Gather : int32_t { kNone, kA, kB };
 
 // A grouped matmul: everything that the choice of an algorithm depends on. A batch has the tokens and groups of all its
@@ -50,7 +50,7 @@ struct GemmProblem {
   int64_t num_groups;
   int32_t elements_per_weight;  // successive batch elements that share weights; 1 without a batch, and for kWgrad
   bool accumulate;              // adds the product to d
-  Gather gathered;              // kNone for scaled operands; kB for kWgrad only
+  Gather gathered;              // kB for kWgrad only; of scaled operands, kA with kBlock1D or kNone
   bool batch_invariant;         // kFprop and kDgrad: has one order of sums for all sizes
   bool swiglu;                  // kFprop of gathered tokens or of block-scaled operands: computes SwiGLU too
   int64_t gathered_from;        // rows of the array from which rows are gathered, of all batch elements; 0 with kNone

@@ -173,6 +173,24 @@ __device__ void FillGroupTableTogether(const Groups& batch, int32_t element, con
 // other.
 constexpr int32_t kMostGroupsOfWarp = 256;
 
+// Tells whether every block of a kernel may find the groups itself, which takes a warp about a microsecond. A setup
+// kernel would take that, and one or two microseconds more to start and to be waited for.
+JAX_GROUPED_HOST_DEVICE inline bool BlocksFindGroups(const Groups& groups) {
+  return groups.batch == 1 && groups.num_groups <= kMostGroupsOfWarp;
+}
+
+constexpr int64_t kSharedTableSize = GroupTable::Size(kMostGroupsOfWarp);
+
+// Fills in the table of these groups in shared memory, which has kSharedTableSize numbers, and returns it. All threads
+// of the block must call it; they are synchronized afterwards.
+template <typename Blocks>
+__device__ GroupTable FindGroups(const Groups& groups, int32_t* numbers) {
+  const GroupTable table{numbers, groups.num_groups};
+  if (Uniform(Warp()) == 0) FillGroupTableTogether<FirstWarp, Blocks>(groups, 0, RowBlockCounts{}, table);
+  __syncthreads();
+  return table;
+}
+
 // Fills in the table of one batch element. Its arrays have room for `element_row_blocks`. Of the table's counts,
 // writes only those of `Blocks`, a `Counts`. All threads of the block must call it; they are synchronized afterwards.
 template <int kThreads, typename Blocks>
@@ -204,23 +222,30 @@ Status LaunchTables(const char* what, cudaStream_t stream, const Groups& groups,
                 tables);
 }
 
-// Zeros bytes [begin, end), in words of 16 bytes, with all blocks except the first.
+// Zeros bytes [begin, end), in words of 16 bytes. `blocks` blocks divide the words between them; this one is `block`.
 template <int kThreads>
-__device__ void ZeroBytes(void* base, int64_t begin, int64_t end) {
+__device__ void ZeroBytes(void* base, int64_t begin, int64_t end, uint32_t block, uint32_t blocks) {
   uint4* words = static_cast<uint4*>(base);
-  const int64_t stride = static_cast<int64_t>(gridDim.x - 1) * kThreads;
-  for (int64_t i = begin / 16 + (blockIdx.x - 1) * kThreads + threadIdx.x; i < RoundUp(end, 16) / 16; i += stride) {
+  const int64_t stride = static_cast<int64_t>(blocks) * kThreads;
+  for (int64_t i = begin / 16 + block * kThreads + threadIdx.x; i < RoundUp(end, 16) / 16; i += stride) {
     words[i] = make_uint4(0, 0, 0, 0);
   }
 }
 
-// Zeros a batch element's rows of no local group. `groups` are the element's.
+// Zeros the rows of an array that are not in `kept`. Blocks divide them as in ZeroBytes.
+template <int kThreads>
+__device__ void ZeroRowsAround(const RowRange& kept, int64_t rows, void* base, int64_t row_bytes, uint32_t block,
+                               uint32_t blocks) {
+  ZeroBytes<kThreads>(base, 0, kept.begin * row_bytes, block, blocks);
+  ZeroBytes<kThreads>(base, kept.end * row_bytes, rows * row_bytes, block, blocks);
+}
+
+// Zeros a batch element's rows of no local group, with all blocks except the first. `groups` are the element's.
 template <int kThreads>
 __device__ void ZeroOtherRows(const Groups& groups, int32_t element, void* base, int64_t row_bytes) {
-  const RowRange local = LocalRows<kThreads>(groups);
-  const int64_t first_row = element * groups.capacity;
-  ZeroBytes<kThreads>(base, first_row * row_bytes, (first_row + local.begin) * row_bytes);
-  ZeroBytes<kThreads>(base, (first_row + local.end) * row_bytes, (first_row + groups.capacity) * row_bytes);
+  char* const first = static_cast<char*>(base) + element * groups.capacity * row_bytes;
+  ZeroRowsAround<kThreads>(LocalRows<kThreads>(groups), groups.capacity, first, row_bytes, blockIdx.x - 1,
+                           gridDim.x - 1);
 }
 
 // Returns the number of blocks for zeroing up to `bytes` bytes. There are enough to write at memory speed, and few

@@ -12,6 +12,11 @@ namespace {
 
 constexpr int kSetUpThreads = 512;
 constexpr int kWarps = 8;
+
+// Most tokens of a quantization without a setup kernel. Up to so many, all blocks that find the groups are resident on
+// an H200 at once: those of the tokens and those that write zeros.
+constexpr int64_t kMostTokensWithoutSetup = 1024;
+
 // Columns of a lane in one step, lanes of a scaling block, and columns of a warp in one step.
 constexpr int kLaneColumns = 8;
 constexpr int kBlockLanes = kBlock / kLaneColumns;
@@ -34,6 +39,19 @@ __device__ void WriteInverseScales(const PermutedArguments& args, int32_t elemen
   }
 }
 
+// Zeros the scales that pad each group's rows to a multiple of 4. `threads` threads divide the groups between them.
+__device__ void ZeroScalePadding(const PermutedArguments& args, const GroupTable& table, uint32_t thread,
+                                 uint32_t threads) {
+  const int64_t scale_rows = int64_t{args.groups.num_groups} * args.feature_blocks;
+  for (int64_t i = thread; i < scale_rows; i += threads) {
+    const auto group = static_cast<int32_t>(i / args.feature_blocks);
+    const int32_t rows = table.FirstRow()[group + 1] - table.FirstRow()[group];
+    const int64_t blocks = int64_t{args.feature_blocks} * table.BlocksBefore(RowBlock::k4)[group];
+    float* scales = args.scale + 4 * blocks + i % args.feature_blocks * RoundUp(rows, 4);
+    for (int64_t row = rows; row < RoundUp(rows, 4); ++row) scales[row] = 0.0f;
+  }
+}
+
 // Sets up a batch element in each row of blocks (blockIdx.y). The first block finds the groups. It also prepares the
 // results of given scales, or zeros the scales that pad each group's rows to a multiple of 4. The other blocks zero the
 // rows that belong to no group.
@@ -46,14 +64,7 @@ __global__ void __launch_bounds__(kSetUpThreads) SetUpPermuted(const __grid_cons
   const GroupTable table = args.group_table.At(element);
   FillGroupTable<kSetUpThreads, Counts<RowBlock::k4>>(args.groups, element, args.element_row_blocks, table);
   if (args.given_scale != nullptr) return WriteInverseScales(args, element);
-  const int64_t scale_rows = int64_t{args.groups.num_groups} * args.feature_blocks;
-  for (int64_t i = threadIdx.x; i < scale_rows; i += kSetUpThreads) {
-    const auto group = static_cast<int32_t>(i / args.feature_blocks);
-    const int32_t rows = table.FirstRow()[group + 1] - table.FirstRow()[group];
-    const int64_t blocks = int64_t{args.feature_blocks} * table.BlocksBefore(RowBlock::k4)[group];
-    float* scales = args.scale + 4 * blocks + i % args.feature_blocks * RoundUp(rows, 4);
-    for (int64_t row = rows; row < RoundUp(rows, 4); ++row) scales[row] = 0.0f;
-  }
+  ZeroScalePadding(args, table, threadIdx.x, kSetUpThreads);
 }
 
 // The row of one choice, and where its scales are.
@@ -64,13 +75,14 @@ struct Destination {
   float given_scale = 1.0f;  // if there is one
 };
 
-__device__ Destination FindDestination(const PermutedArguments& args, int64_t token, int choice) {
+__device__ Destination FindDestination(const PermutedArguments& args, const GroupTable& tables, int64_t token,
+                                       int choice) {
   Destination found;
   if (choice >= args.choices) return found;
   const auto element = static_cast<int32_t>(token / args.element_tokens);
   const int32_t in_element = args.inverse[token * args.choices + choice];
   if (in_element < 0 || in_element >= args.groups.capacity) return found;
-  const GroupTable table = args.group_table.At(element);
+  const GroupTable table = tables.At(element);
   const int32_t* first_rows = table.FirstRow();
   const auto row = static_cast<int32_t>(element * args.groups.capacity + in_element);
   if (row < first_rows[0] || row >= first_rows[table.num_groups]) return found;
@@ -214,14 +226,15 @@ __device__ void RecordTokenAmax(const PermutedArguments& args, const Destination
 }
 
 // Quantizes one token per warp. Tokens that have scales are read as bfloat16. With kGivenScales, there is one per
-// group; the copies of a token then differ.
-template <typename T, typename Fp8, bool kScaled, bool kGivenScales>
+// group; the copies of a token then differ. With kFindsGroups, there is no setup kernel, and the blocks after those of
+// the tokens write the zeros.
+template <typename T, typename Fp8, bool kScaled, bool kGivenScales, bool kFindsGroups>
 __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_constant__ PermutedArguments args) {
   using Columns = Columns<T>;
   constexpr int kSteps = Columns::kSteps;
   cudaGridDependencySynchronize();
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
-  if (token >= args.tokens) return;
+  const bool has_token = token < args.tokens;
   const auto load = [&](int32_t first, Columns* columns) {
     if constexpr (kScaled) {
       columns->Load(args.scaled, token, first);
@@ -229,11 +242,26 @@ __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_
       columns->Load(static_cast<const T*>(args.x) + token * args.features, first, args.features);
     }
   };
+  // The first columns of a token are loaded before its rows are found.
+  Columns columns;
+  GroupTable tables = args.group_table;
+  if constexpr (kFindsGroups) {
+    __shared__ int32_t table[kSharedTableSize];
+    if (has_token) load(Lane() * kLaneColumns, &columns);
+    tables = FindGroups<Counts<RowBlock::k4>>(args.groups, table);
+    const auto token_blocks = static_cast<uint32_t>(CeilDiv(args.tokens, kWarps));
+    if (blockIdx.x >= token_blocks) {
+      const uint32_t block = blockIdx.x - token_blocks;
+      const uint32_t blocks = gridDim.x - token_blocks;
+      ZeroRowsAround<32 * kWarps>({tables.FirstRow()[0], tables.FirstRow()[tables.num_groups]}, args.groups.capacity,
+                                  args.data, args.features, block, blocks);
+      return ZeroScalePadding(args, tables, block * 32 * kWarps + threadIdx.x, blocks * 32 * kWarps);
+    }
+  }
+  if (!has_token) return;
   for (int first_choice = 0; first_choice < args.choices; first_choice += 32) {
-    // These loads are issued before those that find the rows.
-    Columns columns;
-    load(Lane() * kLaneColumns, &columns);
-    const Destination own = FindDestination(args, token, first_choice + Lane());
+    if (!kFindsGroups || first_choice > 0) load(Lane() * kLaneColumns, &columns);
+    const Destination own = FindDestination(args, tables, token, first_choice + Lane());
     const int choices = min(args.choices - first_choice, 32);
     uint32_t largest = 0;
     for (int32_t begin = 0; begin < args.features; begin += kSteps * kStepColumns) {
@@ -252,12 +280,26 @@ __global__ void __launch_bounds__(32 * kWarps, 3) QuantizePermuted(const __grid_
   }
 }
 
+// Launches the quantization after a setup kernel, or without one.
 template <typename T, bool kScaled, bool kGivenScales>
 Status LaunchOfType(cudaStream_t stream, const PermutedArguments& args) {
-  const auto kernel = args.output_type == CUDA_R_8F_E4M3 ? QuantizePermuted<T, E4m3, kScaled, kGivenScales>
-                                                         : QuantizePermuted<T, E5m2, kScaled, kGivenScales>;
-  const dim3 blocks(static_cast<unsigned>(CeilDiv(args.tokens, kWarps)));
-  return LaunchEarly("Launching the quantization of tokens", stream, {blocks, 32 * kWarps}, kernel, args);
+  constexpr char kWhat[] = "Launching the quantization of tokens";
+  const auto token_blocks = static_cast<unsigned>(CeilDiv(args.tokens, kWarps));
+  const auto zeroing_blocks = static_cast<unsigned>(ZeroingBlocks(args.groups.capacity * args.features));
+  const bool is_e4m3 = args.output_type == CUDA_R_8F_E4M3;
+  if constexpr (!kGivenScales) {
+    if (BlocksFindGroups(args.groups) && args.tokens <= kMostTokensWithoutSetup) {
+      const auto kernel =
+          is_e4m3 ? QuantizePermuted<T, E4m3, kScaled, false, true> : QuantizePermuted<T, E5m2, kScaled, false, true>;
+      return Launch(kWhat, stream, {dim3(token_blocks + zeroing_blocks), 32 * kWarps}, kernel, args);
+    }
+  }
+  const dim3 setup_blocks(1 + zeroing_blocks, args.groups.batch);
+  JAX_GROUPED_RETURN_IF_FAILED(
+      Launch("Launching the setup of a quantization", stream, {setup_blocks, kSetUpThreads}, SetUpPermuted, args));
+  const auto kernel = is_e4m3 ? QuantizePermuted<T, E4m3, kScaled, kGivenScales, false>
+                              : QuantizePermuted<T, E5m2, kScaled, kGivenScales, false>;
+  return LaunchEarly(kWhat, stream, {dim3(token_blocks), 32 * kWarps}, kernel, args);
 }
 
 }  // namespace
@@ -270,9 +312,6 @@ Status LaunchQuantizePermuted(cudaStream_t stream, const PermutedQuantization& q
                                {quantization.table, groups.num_groups},
                                quantization.tokens / groups.batch,
                                static_cast<int32_t>(CeilDiv(quantization.features, kBlock))};
-  const dim3 blocks(1 + ZeroingBlocks(groups.capacity * args.features), groups.batch);
-  JAX_GROUPED_RETURN_IF_FAILED(
-      Launch("Launching the setup of a quantization", stream, {blocks, kSetUpThreads}, SetUpPermuted, args));
   if (args.x_scale != nullptr) return LaunchOfType<__nv_bfloat16, true, false>(stream, args);
   return WithFloatType(args.input_type, [&](auto number) {
     using T = decltype(number);

@@ -27,6 +27,8 @@ from jax_grouped.kernels.quantization import (
     dequantize_cuda,
     dequantize_xla,
     quantize_cuda,
+    quantize_permuted_cuda,
+    quantize_permuted_xla,
     quantize_xla,
 )
 from jax_grouped.kernels.rows import activate, permute_cuda, permute_rows, permute_xla, row_tokens
@@ -44,9 +46,12 @@ MAX_GATHERED_GROUPS = 65536
 #: Most features, besides those of the gathered rows, with which a product that gathers takes less time than a copy and
 #: cuBLASLt's product (measured on an H200 with the layers of `benchmarks/shapes.toml`).
 _MOST_GATHERED_FEATURES, _MOST_GATHERED_WGRAD_FEATURES = 1792, 1024
-#: Limits within which one kernel takes less time than a product, SwiGLU and quantization apart (measured on an H200, as
-#: above): features of the product of gathered tokens; features of FP8 tokens; least FP8 tokens per group, on average.
-_MOST_SWIGLU_FEATURES, _MOST_SWIGLU_DEPTH, _LEAST_SWIGLU_TOKENS = 2048, 4096, 256
+#: Most features of a product of gathered tokens with SwiGLU with which one kernel takes less time than the steps apart
+#: (measured on an H200, as above).
+_MOST_SWIGLU_FEATURES = 2048
+#: Limits of FP8 products, measured likewise: most features of a result whose tokens are gathered, most input features
+#: of a product with SwiGLU, and for both the least average number of tokens per group.
+_MOST_GATHERED_FP8_FEATURES, _MOST_SWIGLU_DEPTH, _LEAST_FUSED_TOKENS = 2048, 4096, 256
 #: Most bytes to which the groups of a narrow kernel are converted at once, unless a single one is larger.
 _CONVERTED_BYTES = 2**25
 #: Whether XLA computes a product a second time where a scan keeps it and something else reads it, if no barrier follows
@@ -85,7 +90,8 @@ class GemmSpec:
 
     `more` is an accumulator, or the `order` and `inverse` of a permutation, or nothing. As an operation, only `wgrad`
     takes an accumulator: an array like the result, to which the product is added. With a permutation, one unquantized
-    operand is given as the tokens of which the permutation makes its rows, as `permute_rows` does.
+    operand is given as the tokens of which the permutation makes its rows, as `permute_rows` does. With a quantization
+    too, the operation quantizes the rows of a, and `scales` are those of b alone.
 
     Attributes:
         product: which of the three.
@@ -94,6 +100,7 @@ class GemmSpec:
         precision: applies to float32 operands; see `jax_grouped.ragged_dot`.
         a, b: layouts of the data and scales of quantized operands; None for unquantized operands.
         gathered: the operand that is given as tokens: a, with `wgrad` a or b; None without a permutation.
+        quantization: how the gathered rows of a are quantized, rowwise and in blocks; None if they are not.
         expected_tokens: number of tokens in groups by which algorithms are chosen; 0 for all `T`.
         zero_other_rows: whether rows of no group are zero in the result of `fprop` and `dgrad`, which costs their
             writes. Otherwise they hold anything, and the permutation must have a pair for each row of a group.
@@ -107,6 +114,7 @@ class GemmSpec:
     a: QuantizedLayout | None = None
     b: QuantizedLayout | None = None
     gathered: Literal["a", "b"] | None = None
+    quantization: QuantizeSpec | None = None
     expected_tokens: int = 0
     zero_other_rows: bool = True
     batch_invariant: bool = dataclasses.field(default_factory=functools.partial(getattr, config, "batch_invariant"))
@@ -116,13 +124,13 @@ class GemmSpec:
         """Positions of the operands that are weights: b, and its scales."""
         if self.product == "wgrad":
             return ()
-        return (1, 5) if self.a is not None else (1,)
+        return (1,) if self.a is None else (1, 5) if self.quantization is None else (1, 4)
 
 
 def product_result(a: Any, b: Any, *more: Any, spec: GemmSpec, batch: int = 1) -> jax.ShapeDtypeStruct:
-    """Returns shape and type of the result for a whole batch of operands; `more[2]` is the `order` of gathered rows."""
+    """Returns shape and type of the result for a whole batch; `more[2]` is `order` if unquantized rows are gathered."""
     a, b = a.shape, b.shape
-    if spec.gathered == "a":
+    if spec.gathered == "a" and spec.a is None:
         a = (*more[2].shape, a[1])
     if spec.a is not None and spec.b is not None:
         a, rows = (batch * spec.a.tokens, spec.a.features), spec.b.stack_rows
@@ -158,8 +166,16 @@ class Gathered(NamedTuple):
         return self if _gathers_fast(product, features) else permute_rows(*self, zero_tail)
 
 
-#: Operand of a product: quantized with a recipe; without, a plain array, or rows of tokens for a or, in wgrad, b.
-Operand = ScaledArray | jax.Array | Gathered
+class RowsToQuantize(NamedTuple):
+    """Rows of tokens as operand a of a quantized product, which quantizes them, or each token once if it gathers."""
+
+    rows: Gathered
+    quantization: QuantizeSpec
+
+
+#: Operand of a product. With a recipe, a `ScaledArray`, or `RowsToQuantize` for a. Without, a plain array, or
+#: `Gathered` rows for a or, in wgrad, b.
+Operand = ScaledArray | RowsToQuantize | jax.Array | Gathered
 
 
 def multiply(
@@ -177,11 +193,11 @@ def multiply(
     products with an accumulator have no derivative here. Over mesh axes of type `Explicit`, the type of a plain product
     is sharded as `out_spec` says. Inside `jax.shard_map`, operands vary alike, but a kernel may vary over fewer axes.
     """
-    if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
-        spec = dataclasses.replace(spec, a=a.layout, b=b.layout)
-        return _multiply(a.data, b.data, groups, spec, None, (a.scale_inv, b.scale_inv), accumulator)
-    assert not isinstance(a, ScaledArray)
-    assert not isinstance(b, ScaledArray)
+    if isinstance(b, ScaledArray):
+        a, spec, scales = _unpack_quantized(a, b, spec)
+        return _multiply(a, b.data, groups, spec, None, scales, accumulator)
+    assert not isinstance(a, ScaledArray | RowsToQuantize)
+    assert not isinstance(b, RowsToQuantize)
     if a.dtype != b.dtype and b.dtype not in NARROW_TYPES:
         dtype = promoted_type(a.dtype, b.dtype)
         a, b = a.astype(dtype), b.astype(dtype)
@@ -191,6 +207,18 @@ def multiply(
     if isinstance(a, Gathered) or isinstance(b, Gathered):
         gathered = "a" if isinstance(a, Gathered) else "b"
     return _differentiable(a, b, groups, dataclasses.replace(spec, gathered=gathered), out_spec)
+
+
+def _unpack_quantized(
+    a: Operand, b: ScaledArray, spec: GemmSpec
+) -> tuple[jax.Array | Gathered, GemmSpec, tuple[jax.Array, ...]]:
+    """Returns a, the spec and the scales of a product of quantized operands, as the operation takes them."""
+    if isinstance(a, RowsToQuantize):
+        layout = a.quantization.layout(a.rows.x.shape, columnwise=False)
+        spec = dataclasses.replace(spec, a=layout, b=b.layout, gathered="a", quantization=a.quantization)
+        return a.rows, spec, (b.scale_inv,)
+    assert isinstance(a, ScaledArray)
+    return a.data, dataclasses.replace(spec, a=a.layout, b=b.layout), (a.scale_inv, b.scale_inv)
 
 
 def _rows(operand: jax.Array | Gathered) -> jax.Array:
@@ -323,6 +351,10 @@ def multiply_xla(
         tokens = dequantize_xla(data, scale_inv, layout.stack_sizes(), layout=layout, out_dtype=jnp.float32)
         return tokens.reshape(layout.num_groups, layout.stack_rows, layout.features)
 
+    if spec.quantization is not None:
+        b_scale, *permutation = more
+        a, *a_scale = quantize_permuted_xla(a, *permutation, group_sizes, group_offset, spec=spec.quantization)
+        spec, more = dataclasses.replace(spec, gathered=None, quantization=None), (*a_scale, b_scale)
     if spec.gathered is not None:
         a, b = (permute_xla(x, *more) if name == spec.gathered else x for name, x in (("a", a), ("b", b)))
         spec, more = dataclasses.replace(spec, gathered=None), ()
@@ -359,7 +391,10 @@ def multiply_cuda(
     What cuBLASLt and the library's kernels cannot read, the helpers below bring into forms that they can: they call
     this function again.
     """
-    if spec.gathered is not None:
+    if spec.quantization is not None:
+        groups = group_sizes, group_offset
+        a, more, spec = _quantize_rows(a, b, *more, groups=groups, spec=spec, batch=batch)
+    elif spec.gathered is not None:
         if not _gathers(a, b, spec, batch):
             options: dict[str, Any] = dict(zero_tail=spec.zero_other_rows, batch=batch)
             a = permute_cuda(a, *more, **options) if spec.gathered == "a" else a
@@ -457,6 +492,51 @@ def _gathers(
     if spec.product == "wgrad":
         return _gathers_fast("wgrad", (b if spec.gathered == "a" else a).shape[1])
     return spec.batch_invariant or b.shape[2 if spec.product == "fprop" else 1] <= most_features
+
+
+def gathers_fp8_fast(features: int, tokens: int, num_groups: int) -> bool:
+    """Tells whether an FP8 product, with a result of so many features, that gathers tokens takes less time.
+
+    Otherwise one of their rows does, which are quantized before.
+    """
+    return features <= _MOST_GATHERED_FP8_FEATURES and tokens >= _LEAST_FUSED_TOKENS * num_groups
+
+
+def _can_fuse_fp8(b: jax.Array, spec: GemmSpec, batch: int) -> bool:
+    """Tells whether a kernel can gather FP8 tokens, or compute SwiGLU of their product."""
+    if not isinstance(batch, int) or not primitive.has_gathering_products():
+        return False
+    # The kernel has room for so many groups in its workspace, and counts rows of all weights with 32 bits.
+    return batch * spec.num_groups <= MAX_GATHERED_GROUPS and b.shape[0] * b.shape[1] < 2**31
+
+
+def _quantize_rows(
+    x: jax.Array,
+    b: jax.Array,
+    b_scale: jax.Array,
+    order: jax.Array,
+    inverse: jax.Array,
+    *,
+    groups: Sequence[jax.Array],
+    spec: GemmSpec,
+    batch: int,
+) -> tuple[jax.Array, tuple[jax.Array, ...], GemmSpec]:
+    """Returns operand a, the operands after the groups, and the spec of a product whose rows of a are quantized here.
+
+    A product that gathers rows reads tokens that are quantized once, as the rows of a single group. Its numbers are the
+    same, because blocks lie within a token.
+    """
+    quantization, spec = spec.quantization, dataclasses.replace(spec, quantization=None)
+    assert quantization is not None
+    if not _can_fuse_fp8(b, spec, batch):
+        data, scale, *_ = quantize_permuted_cuda(x, order, inverse, *groups, spec=quantization, batch=batch)
+        return data, (scale, b_scale), dataclasses.replace(spec, gathered=None)
+    tokens = x.shape[0]
+    one_group = jnp.full((1,), tokens, jnp.int32), jnp.zeros((1,), jnp.int32)
+    once = dataclasses.replace(quantization, num_groups=1, gathered_rows=None, finds_amax=False)
+    data, scale, _ = quantize_cuda(x, *one_group, spec=once, batch=1)
+    row_indices = in_whole_batch(row_tokens(order, inverse), tokens // batch, batch)
+    return data, (scale, b_scale, row_indices), spec
 
 
 def _multiply_unreadable(
@@ -655,29 +735,24 @@ def _swiglu_xla(a: jax.Array, b: jax.Array, *more: jax.Array, spec: SwiGluSpec) 
 
 def _swiglu_cuda(a: jax.Array, b: jax.Array, *more: jax.Array, spec: SwiGluSpec, batch: int) -> tuple[jax.Array, ...]:
     gemm = spec.gemm
-    if not _fuses_swiglu(a, b, spec, batch):
+    if gemm.a is None:
+        fuses = _gathers(a, b, gemm, batch, most_features=_MOST_SWIGLU_FEATURES)
+    else:
+        tokens = gemm.expected_tokens or gemm.a.tokens
+        is_fast = a.shape[1] <= _MOST_SWIGLU_DEPTH and tokens >= _LEAST_FUSED_TOKENS * gemm.num_groups
+        fuses = is_fast and _can_fuse_fp8(b, gemm, batch)
+    if not fuses:
         product = multiply_cuda(a, b, *more, spec=gemm, batch=batch)
         return _activated(product, more[:2], spec, functools.partial(quantize_cuda, batch=batch))
     results = _swiglu_results(a, b, *more, spec=dataclasses.replace(spec, keeps_product=True), batch=batch)
-    if gemm.gathered is not None:
-        more = (*more[:2], in_whole_batch(row_tokens(*more[2:]), a.shape[0] // batch, batch))
-    made = _call((a, b, *more), results, gemm, batch, swiglu=spec)
+    groups, more = more[:2], more[2:]
+    if gemm.quantization is not None:
+        a, more, gemm = _quantize_rows(a, b, *more, groups=groups, spec=gemm, batch=batch)
+    elif gemm.gathered is not None:
+        more = (in_whole_batch(row_tokens(*more), a.shape[0] // batch, batch),)
+    made = _call((a, b, *groups, *more), results, gemm, batch, swiglu=spec)
     kept = tuple(made if spec.keeps_product else made[1:])
     return jax.lax.optimization_barrier(kept) if _REPEATS_KEPT_PRODUCTS else kept
-
-
-def _fuses_swiglu(a: jax.Array, b: jax.Array, spec: SwiGluSpec, batch: int) -> bool:
-    """Tells whether one kernel computes all: it can, and one for each step would take longer."""
-    gemm = spec.gemm
-    if gemm.gathered is not None:
-        return _gathers(a, b, gemm, batch, most_features=_MOST_SWIGLU_FEATURES)
-    if not isinstance(batch, int) or not primitive.has_gathering_products():
-        return False
-    # The kernel has room for so many groups in its workspace, and counts rows of all weights with 32 bits.
-    if batch * gemm.num_groups > MAX_GATHERED_GROUPS or b.shape[0] * b.shape[1] >= 2**31:
-        return False
-    tokens = gemm.expected_tokens or a.shape[0] // batch
-    return a.shape[1] <= _MOST_SWIGLU_DEPTH and tokens >= _LEAST_SWIGLU_TOKENS * gemm.num_groups
 
 
 def _drop_unread(read: Sequence[bool], *inputs_and_equation: Any) -> tuple[list[bool], Any]:
@@ -707,11 +782,13 @@ def multiply_with_swiglu(
 ) -> tuple[jax.Array | None, Sequence[jax.Array]]:
     """Returns the product, if `spec` keeps it, and SwiGLU of it: an array, or data and scales.
 
-    `a` and `b` are quantized, or `a` is `Gathered` and `b` a kernel of its type; only the latter is differentiable.
+    `b` is quantized and `a` a `ScaledArray` or `RowsToQuantize`, or `a` is `Gathered` and `b` a kernel of its type;
+    only the latter is differentiable.
     """
-    if isinstance(a, ScaledArray) and isinstance(b, ScaledArray):
-        gemm = dataclasses.replace(spec.gemm, a=a.layout, b=b.layout)
-        operands = vary_alike(a.data, b.data, *groups, a.scale_inv, b.scale_inv)
+    if isinstance(b, ScaledArray):
+        a, gemm, scales = _unpack_quantized(a, b, spec.gemm)
+        tokens, *permutation = a if isinstance(a, Gathered) else (a,)
+        operands = vary_alike(tokens, b.data, *groups, *scales, *permutation)
         made = bind(SWIGLU_GEMM, *operands, spec=dataclasses.replace(spec, gemm=gemm))
     else:
         gemm = dataclasses.replace(spec.gemm, gathered="a")

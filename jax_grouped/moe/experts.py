@@ -3,7 +3,7 @@
 The rule is that of `grouped_mlp`, whose rows stand already, and of a whole layer, where a `RowMap` makes rows of tokens
 and weighted sums of results. Rows that stand are quantized once, for both passes. Otherwise the tokens, the first
 product's result and the map wait for the backward pass, and no copy per choice of anything else: the rows of tokens
-are made anew in both passes, by the quantization with a recipe, and otherwise by the products themselves or by a copy.
+are made anew in both passes, by the products themselves, by their quantization or, without a recipe, by a copy.
 
 The gradient of a routing weight comes from the activation's result `a` and that one's gradient, as `<a, da>`, so no
 expert's result is kept or gathered for it, as in SonicMoE (arXiv:2512.14080). The weight itself multiplies `a` for the
@@ -37,7 +37,7 @@ from jax_grouped.fp8.state import part_of_state
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.bias import add_bias
 from jax_grouped.kernels.partition import split_axes
-from jax_grouped.kernels.product import Gathered
+from jax_grouped.kernels.product import Gathered, RowsToQuantize, gathers_fp8_fast
 from jax_grouped.kernels.routing import chosen
 from jax_grouped.kernels.rows import activate, activation_grad, gather, row_tokens, sum_choices, sum_rows
 from jax_grouped.moe.exchange import Received, Wire, gather_tokens, return_parts, summed
@@ -292,6 +292,22 @@ class RowMap(NamedTuple):
             return x
         return Gathered(x, self.order, self.inverse)
 
+    def rows_to_quantize(
+        self, x: jax.Array | ScaledArray, spec: DenseSpec, *, for_gradient: bool = False
+    ) -> RowsToQuantize | None:
+        """Returns the rows of tokens, or of a result's gradient, if a product that quantizes them takes less time."""
+        if self.order is None or self.inverse is None or spec.recipe is None or isinstance(x, ScaledArray):
+            return None
+        if spec.recipe.token_mode != ScalingMode.BLOCK_1D or self.order.shape[0] < x.shape[0]:
+            return None  # Scales depend on groups, or most of all devices' tokens have no row on this one.
+        experts, *features = spec.kernel.shape
+        tokens = spec.fprop.expected_tokens or spec.tokens
+        if not gathers_fp8_fast(features[0 if for_gradient else 1], tokens, experts):
+            return None
+        quantization = spec.quantization(for_gradient=for_gradient)
+        options: Any = dict(rowwise=True, columnwise=False, dbias=False, gathered_rows=self.order.shape[0])
+        return RowsToQuantize(Gathered(x, self.order, self.inverse), dataclasses.replace(quantization, **options))
+
     def weighted_bias(self, bias: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns the sum of each token's biases, one per expert, times these weights, `float32[T, N]`."""
         assert self.inverse is not None
@@ -348,7 +364,9 @@ def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> 
             x, shared = jax.lax.optimization_barrier((received, shared))
         weights = jax.lax.all_gather(weights, expert_axis, tiled=True)
         row_map = row_map._replace(weights=weights)
-    if inverse is not None and recipe is not None and (recipe.token_mode == ScalingMode.BLOCK_1D or up_scales):
+    if (rows_to_quantize := row_map.rows_to_quantize(x, spec.up)) is not None:
+        tokens = quantize.Oriented(rows_to_quantize, None)
+    elif inverse is not None and recipe is not None and (recipe.token_mode == ScalingMode.BLOCK_1D or up_scales):
         # Read each token once, as its scales are known or depend on the token alone.
         row_spec = spec.up.quantization()
         rowwise, amax = quantize.quantize_permuted(x, groups, order, inverse, up_scales.get("input"), spec=row_spec)
@@ -476,9 +494,17 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         dy = gather_tokens(dy, expert_axis, spec.wire.dresults)
         dy, tokens = jax.lax.optimization_barrier((dy, tokens))
 
+    rows_to_quantize = row_map.rows_to_quantize(dy, spec.down, for_gradient=True)
     results_gradient = dense.quantized_gradient(
-        row_map.rows(dy, recipe), groups, spec.down, down_scales, row_indices=row_indices
+        row_map.rows(dy, recipe),
+        groups,
+        spec.down,
+        down_scales,
+        rowwise=rows_to_quantize is None,
+        row_indices=row_indices,
     )
+    if rows_to_quantize is not None:
+        results_gradient = results_gradient._replace(rowwise=rows_to_quantize)
     dactivated, pending = dense.dgrad(down, results_gradient)
     row_weights, row_pairs = weights, None
     if weights is not None and order is not None:

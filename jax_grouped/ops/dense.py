@@ -38,6 +38,7 @@ from jax_grouped.kernels.product import (
     RESULTS,
     Gathered,
     Operand,
+    RowsToQuantize,
     SwiGluSpec,
     gradient_type,
     multiply,
@@ -530,6 +531,7 @@ def quantized_gradient(
     spec: DenseSpec,
     scales: Mapping[str, jax.Array],
     *,
+    rowwise: bool = True,
     activation_input: jax.Array | None = None,
     row_indices: jax.Array | None = None,
 ) -> Oriented:
@@ -538,7 +540,7 @@ def quantized_gradient(
         return quantize_tokens(
             dy,
             groups,
-            spec.quantization(for_gradient=True),
+            spec.quantization(for_gradient=True, rowwise=rowwise),
             row_indices=row_indices,
             scale=scales.get("output_grad"),
             activation_input=activation_input,
@@ -563,7 +565,7 @@ def fprop_with_swiglu(
     tokens: Oriented, kernels: Oriented, groups: Groups, spec: DenseSpec, next_spec: DenseSpec, *, keeps_product: bool
 ) -> tuple[jax.Array | None, Oriented]:
     """Returns the result of `fprop`, and the tokens of the next layer, whose input's activation is SwiGLU."""
-    quantization = None if spec.recipe is None else next_spec.quantization()
+    quantization = None if spec.recipe is None else next_spec.quantization(finds_amax=False)
     swiglu = SwiGluSpec(spec.fprop, quantization, keeps_product)
     product, activated = multiply_with_swiglu(tokens.rowwise, kernels.columnwise, groups, swiglu)
     if quantization is None:
@@ -579,8 +581,11 @@ def can_fuse_swiglu(tokens: Oriented, kernels: Oriented, spec: DenseSpec) -> boo
     fits = spec.bias_dtype is None and spec.kernel.shape[2] % (2 * BLOCK) == 0
     if not fits or 0 in (spec.tokens, *spec.kernel.shape) or spec.fprop.out_dtype == jnp.float32:
         return False
+    rows = x.rows if isinstance(x, RowsToQuantize) else x
+    if isinstance(rows, Gathered) and 0 in rows.x.shape:
+        return False
     if isinstance(x, Gathered):
-        return 0 not in x.x.shape and x.dtype == kernel.dtype == spec.fprop.out_dtype
+        return x.dtype == kernel.dtype == spec.fprop.out_dtype
     return spec.recipe is not None and spec.recipe.token_mode == ScalingMode.BLOCK_1D
 
 

@@ -26,7 +26,7 @@ from jax_grouped.ops.inputs import GroupSizes, check_cache, kernel_spec
 
 
 class Oriented(NamedTuple):
-    """An operand as products read it, a `ScaledArray` or without a recipe the array, None if it is not made."""
+    """An operand as products read it, None if it is not made; with a recipe quantized, or as `RowsToQuantize`."""
 
     rowwise: Any
     columnwise: Any

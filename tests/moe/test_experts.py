@@ -243,6 +243,43 @@ def test_the_first_product_computes_swiglu(monkeypatch: pytest.MonkeyPatch, reci
         assert sum("swiglu = true" in call for call in calls) == 1
 
 
+def block_loss(x: jax.Array, logits: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    y = moe.moe_mlp(x, logits, gate_up, down, router=moe.Router(2), recipe=RECIPES["block"])[0]
+    return jnp.sum(y.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "gathering"),
+    [(2, 128, ["fprop", "dgrad"]), (8, 128, []), (2, 1152, ["dgrad"]), (2, 2176, [])],
+    ids=["gathered", "few tokens", "many features", "many features of both"],
+)
+def test_products_gather_fp8_tokens_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, experts: int, hidden: int, gathering: list[str]
+) -> None:
+    monkeypatch.setattr(primitive, "has_gathering_products", lambda: True)
+    shapes = (512, 128), (512, experts), (experts, 128, 2 * hidden), (experts, hidden, 128)
+
+    text = lowered(jax.grad(block_loss), *map(struct, shapes))
+
+    calls = [call for call in custom_calls(text) if "gathered = 1 : i32" in call]
+    assert [name for call in calls for name in products(call)] == gathering
+    # Rows that are not gathered are quantized for the forward pass, and in both orientations for the backward pass.
+    assert len(custom_calls(text, "jax_grouped_quantize_permuted")) == ("fprop" not in gathering)
+
+
+def test_batch_elements_share_the_weights_of_products_that_gather_fp8_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(primitive, "has_gathering_products", lambda: True)
+    shapes = (3, 512, 128), (3, 512, 2), (2, 128, 256), (2, 128, 128)
+
+    text = lowered(jax.vmap(jax.grad(block_loss), (0, 0, None, None)), *map(struct, shapes))
+
+    calls = [call for call in custom_calls(text) if "gathered = 1 : i32" in call]
+    tokens = "1536x128xf8E4M3FN"
+    assert [types(call)[0][:2] for call in calls] == [[tokens, f"2x{n}x128xf8E4M3FN"] for n in (256, 128)]
+    # Indices count rows from those of the first element.
+    assert "stablehlo.iota dim = 0 : tensor<3xi32>" in text
+
+
 def test_a_weight_of_zero_has_a_gradient(backend: str) -> None:
     # The second choice's score underflows to a weight of zero.
     logits = jnp.where(jnp.arange(E) == 2, 0.0, -200.0) * jnp.ones((T, 1))

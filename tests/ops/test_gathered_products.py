@@ -10,10 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_grouped as jg
+from jax_grouped import ScalingMode
 from jax_grouped.core.groups import Groups
+from jax_grouped.fp8.arrays import ScaledArray
 from jax_grouped.kernels import primitive
-from jax_grouped.kernels.product import MAX_GATHERED_GROUPS, Gathered, GemmSpec, Product, multiply
-from jax_grouped.kernels.rows import permute_rows
+from jax_grouped.kernels.product import (
+    MAX_GATHERED_GROUPS,
+    Gathered,
+    GemmSpec,
+    Product,
+    RowsToQuantize,
+    SwiGluSpec,
+    multiply,
+    multiply_with_swiglu,
+)
+from jax_grouped.kernels.quantization import QuantizeSpec
+from jax_grouped.kernels.rows import permute_rows, row_tokens
+from jax_grouped.ops.quantize import quantize_tokens
 from tests import oracle
 from tests.ops.gathered_rows import Case, Operands
 from tests.ops.quantize_cases import some
@@ -104,6 +118,91 @@ def test_gathered_products_under_vmap(backend: str) -> None:
 
         for one, element in zip(got, elements, strict=True):
             np.testing.assert_array_equal(one, run(*element.arrays, element.groups))
+
+
+#: Depths and features of no whole stages and tiles, of whole ones, and of an odd number of halves of tiles.
+QUANTIZED = {
+    "several tiles": Case((513, 129, 385), 336, 272),
+    "small groups": Case((37, 0, 190, 1, 0), 144, 1168),
+    "half of a tile": Case((700, 0, 1, 256, 64), 384, 128),
+    "for swiglu": Case((300, 0, 1, 512, 131, 600), 512, 512),
+}
+
+
+class RowsCase:
+    """The product of rows that it quantizes, and that of rows which are quantized before."""
+
+    def __init__(self, case: Case, product: Product, dtype: str, out_dtype: str = "bfloat16", seed: int = 0) -> None:
+        given = Operands(case, product, "a", "bfloat16", seed)
+        (x, order, inverse), kernel = given.arrays
+        self.groups, count = given.groups, len(case.sizes)
+        quantization = QuantizeSpec(ScalingMode.BLOCK_1D, dtype, count, gathered_rows=case.rows)
+        kernels = jg.quantize_kernel(kernel, jg.Float8BlockScaling())
+        self.kernel = kernels.columnwise if product == "fprop" else kernels.rowwise
+        self.rows = RowsToQuantize(Gathered(x, order, inverse), quantization)
+        # SwiGLU is in the product with as many tokens.
+        self.spec = GemmSpec(product, count, jnp.dtype(out_dtype), expected_tokens=256 * count)
+        alone = dataclasses.replace(quantization, gathered_rows=None)
+        self.before = quantize_tokens(x, given.groups, alone, row_indices=row_tokens(order, inverse)).rowwise
+        #: Rows of groups that have a token, whose results are defined.
+        exist = np.asarray(order) < inverse.size
+        self.defined = np.flatnonzero(exist & (np.arange(case.rows) < sum(case.sizes)))
+
+    def multiply(self, gathers: bool) -> np.ndarray:
+        def product(rows: Any, before: Any, kernel: Any, groups: Any) -> jax.Array:
+            a = RowsToQuantize(rows, self.rows.quantization) if gathers else before
+            return multiply(a, kernel, groups, self.spec)
+
+        made = jax.jit(product)(self.rows.rows, self.before, self.kernel, self.groups)
+        return np.asarray(made, np.float32)[self.defined]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_products_of_rows_that_they_quantize(backend: str, name: str) -> None:
+    forms: Any = [("fprop", "float8_e4m3fn", "float32"), ("dgrad", "float8_e5m2", "bfloat16")]
+    for product, dtype, out_dtype in forms:
+        rows_case = RowsCase(QUANTIZED[name], product, dtype, out_dtype)
+        np.testing.assert_array_equal(rows_case.multiply(gathers=True), rows_case.multiply(gathers=False))
+
+
+def test_swiglu_of_rows_that_the_product_quantizes(backend: str) -> None:
+    case = QUANTIZED["for swiglu"]
+    rows_case = RowsCase(case, "fprop", "float8_e4m3fn")
+    activated = QuantizeSpec(ScalingMode.BLOCK_1D, "float8_e4m3fn", len(case.sizes), activation="swiglu")
+    spec = SwiGluSpec(rows_case.spec, activated)
+
+    def run(x: Any, order: Any, inverse: Any, before: Any, kernel: Any, groups: Any) -> Any:
+        rows = RowsToQuantize(Gathered(x, order, inverse), rows_case.rows.quantization)
+        return [multiply_with_swiglu(a, kernel, groups, spec) for a in (rows, before)]
+
+    (product, (data, scale)), (other, (other_data, other_scale)) = jax.jit(run)(
+        *rows_case.rows.rows, rows_case.before, rows_case.kernel, rows_case.groups
+    )
+    layout = activated.layout((case.rows, product.shape[1]), columnwise=False)
+    # Rows without a token have any scale.
+    numbers, other_numbers = (
+        jg.grouped_dequantize(ScaledArray(*rows, rows_case.groups.sizes, layout))[rows_case.defined]
+        for rows in ((data, scale), (other_data, other_scale))
+    )
+    np.testing.assert_array_equal(product[rows_case.defined], other[rows_case.defined])
+    np.testing.assert_array_equal(numbers, other_numbers)
+
+
+def test_products_of_rows_that_they_quantize_under_vmap(backend: str) -> None:
+    case = QUANTIZED["small groups"]
+    elements = [RowsCase(case, "fprop", "float8_e4m3fn", seed=seed) for seed in range(3)]
+    rows_case = elements[0]
+
+    def product(x: Any, order: Any, inverse: Any, groups: Any) -> jax.Array:
+        rows = RowsToQuantize(Gathered(x, order, inverse), rows_case.rows.quantization)
+        return multiply(rows, rows_case.kernel, groups, rows_case.spec)
+
+    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *((*one.rows.rows, one.groups) for one in elements))
+    got = jax.jit(jax.vmap(product))(*stacked)
+
+    for one, element in zip(np.asarray(got, np.float32), elements, strict=True):
+        expected = np.asarray(jax.jit(product)(*element.rows.rows, element.groups), np.float32)
+        np.testing.assert_array_equal(one[element.defined], expected[element.defined])
 
 
 def test_second_derivatives_are_those_of_the_product_of_copied_rows(backend: str) -> None:

@@ -19,7 +19,7 @@ from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.ops.quantize import quantize_permuted, quantize_tokens
 from tests import oracle, quantize_oracle
 from tests.operands import normal
-from tests.ops.quantize_cases import ACTIVATIONS, INPUT_TYPES, as_bytes, assert_quantized, some
+from tests.ops.quantize_cases import ACTIVATIONS, FP8_TYPES, INPUT_TYPES, as_bytes, assert_quantized, some
 
 TOKENS, FEATURES = 90, 144
 SIZES = jnp.array([130, 0, 1, 60])
@@ -73,6 +73,44 @@ def test_many_rows_and_many_tokens(backend: str) -> None:
             got = jg.grouped_quantize(x, sizes, mode, row_indices=indices, columnwise=True)
 
             assert_gathered(got, x, indices, sizes, mode)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_columns_alone_of_gathered_rows(backend: str, dtype: str) -> None:
+    # This many groups get the kernel for many rows on a GPU. The last group loses rows.
+    x, sizes = tokens(dtype).at[8, 1::5].set(jnp.nan), jnp.array([130, 0, 1, *[0] * 300, 20, 9, 60])
+    batch = jnp.stack([row_indices(), row_indices()[::-1]]), jnp.stack([sizes, sizes[::-1]])
+    for fp8_type, pow2 in some(backend, itertools.product(FP8_TYPES, (False, True)), 3 * (dtype == "float16")):
+        options: dict[str, Any] = dict(dtype=fp8_type, pow2_scales=pow2, amax_epsilon=2.0 if pow2 else 0.0)
+
+        def quantize(indices: jax.Array, sizes: jax.Array, options: Any = options) -> jg.GroupedQuantized:
+            forms = dict(row_indices=indices, rowwise=False, columnwise=True)
+            return jg.grouped_quantize(x, sizes, ScalingMode.BLOCK_1D, **forms, **options)
+
+        got = jax.jit(jax.vmap(quantize))(*batch)
+
+        for i in range(2):
+            one = [operand[i] for operand in batch]
+            assert_gathered(jax.tree.map(operator.itemgetter(i), got), x, *one, ScalingMode.BLOCK_1D, **options)
+
+
+def test_the_largest_values_change_no_bits(backend: str) -> None:
+    # Few groups are a single launch on a GPU, whose blocks wait for each other if they find the largest values.
+    x = tokens()
+    for many, form in some(backend, itertools.product((0, 300), ("both", "columns", "gathered columns")), 2):
+        sizes = jnp.array([50, 0, *[0] * many, 33])
+        groups = Groups(sizes, jnp.zeros((1,), jnp.int32))
+        spec = QuantizeSpec(ScalingMode.BLOCK_1D, "float8_e4m3fn", sizes.size, rowwise=form == "both", columnwise=True)
+        indices = row_indices()[:100] if form == "gathered columns" else None
+        got, expected = (
+            quantize_tokens(x, groups, dataclasses.replace(spec, finds_amax=finds_amax), row_indices=indices)
+            for finds_amax in (False, True)
+        )
+
+        for one, other in ((got.rowwise, expected.rowwise), (got.columnwise, expected.columnwise)):
+            if other is not None:
+                numbers = [as_bytes(jg.grouped_dequantize(array)) for array in (one, other)]
+                np.testing.assert_array_equal(*numbers)
 
 
 def test_indices_of_any_integer_type(backend: str) -> None:
@@ -140,7 +178,8 @@ def assert_permuted(
     assert got.layout == expected.rowwise.layout
     np.testing.assert_array_equal(as_bytes(got.data), as_bytes(expected.rowwise.data))
     # Scales after those of the last group of BLOCK_1D are unspecified.
-    written = sum(-(-int(size) // 4) * 4 for size in groups.sizes) * -(-x.shape[1] // 128)
+    local = groups.sizes[int(groups.offset[0]) :][: spec.num_groups]
+    written = sum(-(-int(size) // 4) * 4 for size in local) * -(-x.shape[1] // 128)
     scales = slice(written if scale is None else None)
     np.testing.assert_array_equal(got.scale_inv[scales], expected.rowwise.scale_inv[scales])
     np.testing.assert_array_equal(amax, None if scale is None else expected.amax)
@@ -152,12 +191,15 @@ def test_tokens_that_are_quantized_once_have_the_bits_of_their_rows(backend: str
     few = groups([110, 0, 1, 50])  # Fewer than all rows, none of them a multiple of 4.
     all_rows, dropping, tail = (oracle.permutation(TOKENS, 2, rows) for rows in (180, 170, 210))
     choices = oracle.permutation(TOKENS, 40, 40 * TOKENS), groups([1300, 1, 900, 1399])  # More than a warp has lanes.
+    many = oracle.permutation(12 * TOKENS, 2, 2000), groups([1301, 2, 500, 90])  # Tokens for a setup kernel.
     forms = [
         (x, few, all_rows, block_spec()),
         (x, few, dropping, tensor_spec(), [0.5, 2.0, np.inf, 1e4]),
         (x, few, dropping, block_spec("float8_e5m2", pow2_scales=True)),
         (x, groups([20, 60, 30, 1, 50], 1), dropping, tensor_spec("float8_e5m2"), [np.nan, 0.0, 2.0, 1e4]),
         (x, few, tail, block_spec()),
+        (x, groups([20, 60, 30, 1, 50], 1), dropping, block_spec()),
+        (jnp.tile(x[:, :FEATURES], (12, 1)), many[1], many[0], block_spec()),
         (x[:, :FEATURES], choices[1], choices[0], block_spec()),
         (x[:, :FEATURES], choices[1], choices[0], tensor_spec(), [0.5, 2.0, 1.0, 1e4]),
     ]

@@ -46,7 +46,7 @@ RAGGED = np.array([1, 37, 0, 130, 2], np.int32)
 LONG_GROUPS = shapes.Shape("long groups", num_groups=2, tokens=1600, K=144, N=272)
 #: Deepest sum for which Hopper has a kernel of the library for tokens and weights. Tiles must also be few, or full with
 #: 256 tokens per group.
-DEEPEST = 3072
+DEEPEST = 4096
 #: Most tokens per group for which it has another one, for sums of any depth.
 SMALL_GROUP = 64
 FULL_TILES = dataclasses.replace(SHAPE, tokens=1300)
@@ -268,6 +268,18 @@ def test_tiles_of_many_groups(backend: str, tokens: int, mode: str) -> None:
         case.check()
         if product == "wgrad":
             case.check_accumulation()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("mode", ["block", "tensor"])
+@pytest.mark.parametrize("groups", [256, 257], ids=["found-in-blocks", "found-by-a-setup"])
+def test_small_groups_that_blocks_find_or_a_setup(backend: str, groups: int, mode: str) -> None:
+    shape = shapes.Shape("small groups", groups, 4 * groups, 48, 144)
+    sizes = np.random.default_rng(groups).integers(0, 7, groups + 3).astype(np.int32)
+    cases: list[tuple[Product, int]] = [("fprop", 0), ("dgrad", 2), ("fprop", groups // 2)]
+    for product, offset in cases:
+        make_case(product, mode, shape=shape, sizes=sizes, offset=offset, magnitude=2.0).check()
 
 
 SHAPES = [

@@ -30,7 +30,7 @@ __device__ void WriteGroup(const Operand& operand, int matrix, int32_t index, Ro
 // to the element's rows of D of no group.
 __device__ void ZeroInOtherBlocks(const Groups& groups, int32_t element, const Operand& d, bool zero_other_rows,
                                   const Region& workspace) {
-  if (element == 0) ZeroBytes<kThreads>(workspace.base, 0, workspace.bytes);
+  if (element == 0) ZeroBytes<kThreads>(workspace.base, 0, workspace.bytes, blockIdx.x - 1, gridDim.x - 1);
   if (zero_other_rows) ZeroOtherRows<kThreads>(groups, element, d.base, static_cast<int64_t>(d.rows) * d.element_bytes);
 }
 

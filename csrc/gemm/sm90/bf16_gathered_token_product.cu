@@ -214,11 +214,10 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const GatheredAddresses shared{SharedAddress(memory)};
   SetUpCluster<GatheredTile::kStages>(shared, kGatheredFullArrivals, kGatheredEmptyArrivals, kWarpGroupThreads);
-  RunBlock<GatheredTile::kProducerRegisters, GatheredTile::kMathRegisters>(
-      [&] { ProduceGatheredTokens<kWeightTransposed, kSwiGlu>(args, shared); },
-      [&](const ThreadPosition& position) {
-        MultiplyGatheredTokens<T, kWeightTransposed, kSwiGlu>(args, shared, position);
-      });
+  RunBlock<GatheredTile::kRegisters>([&] { ProduceGatheredTokens<kWeightTransposed, kSwiGlu>(args, shared); },
+                                     [&](const ThreadPosition& position) {
+                                       MultiplyGatheredTokens<T, kWeightTransposed, kSwiGlu>(args, shared, position);
+                                     });
 #endif
 }
 

@@ -186,7 +186,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   const GatheredAddresses shared{SharedAddress(memory)};
   SetUpCluster<GatheredTile::kStages>(shared, kGatheredFullArrivals, kGatheredEmptyArrivals, kWarpGroupThreads);
-  RunBlock<GatheredTile::kProducerRegisters, GatheredTile::kMathRegisters>(
+  RunBlock<GatheredTile::kRegisters>(
       [&] { ProduceGatheredWgrad(args, shared); },
       [&](const ThreadPosition& position) { MultiplyGatheredWgrad<T, kGathersDy>(args, shared, position); });
 #endif

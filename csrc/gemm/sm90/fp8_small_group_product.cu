@@ -7,6 +7,8 @@
 // - Tiles have 128 rows, of which each math group multiplies 64. It stores its sums from registers, as few of the rows
 //   exist.
 // - The producer is the only warp beside the math groups, which need no more registers than a launch gives them.
+// - Few groups need no setup kernel (BlocksFindGroups): every block then fills in the group table in its shared memory,
+//   and the math groups zero the rows of no group.
 
 #include "csrc/gemm/sm90/products.h"
 
@@ -35,29 +37,34 @@ namespace jax_grouped::sm90 {
 struct SmallGroupTile {
   static constexpr int kRows = kMathGroups * Fragment::kRows;
   static constexpr RowBlock kRowBlock = RowBlock::k128;
-  static constexpr int kBlocks = 1;
+  static constexpr int kColumns = kTileColumns;
   static constexpr int kBoxRows = 16;
   static constexpr int kStages = 6;
 };
 static_assert(RowsOf(SmallGroupTile::kRowBlock) == SmallGroupTile::kRows);
 constexpr int kSmallGroupThreads = kMathThreads + 32;
 
+using SmallGroupRowBlocks = Counts<RowBlock::k4, SmallGroupTile::kRowBlock>;
+
 struct SmallGroupArguments {
   TokenOperands operands;
   void* result;
   cudaDataType_t result_type;
+  Groups groups;
+  int64_t zeroed_row_bytes;  // of the result, if this kernel zeros rows of no group; otherwise 0
 };
 
 struct alignas(1024) SmallGroupShared {
   uint8_t tokens[SmallGroupTile::kStages][SmallGroupTile::kRows * kDepth];
   uint8_t weights[SmallGroupTile::kStages][kTileColumns * kDepth];
   float token_scale[SmallGroupTile::kStages][SmallGroupTile::kRows];
-  float weight_scale[SmallGroupTile::kStages][4];  // as in Shared
+  float weight_scale[SmallGroupTile::kStages][4];  // of the columns' block, for this stage and its neighbours
   OutputTile tiles[kTilesAhead];
   Barrier full[SmallGroupTile::kStages];
   Barrier empty[SmallGroupTile::kStages];
   Barrier tile_full[kTilesAhead];
   Barrier tile_empty[kTilesAhead];
+  int32_t table[kSharedTableSize];
 };
 static_assert(sizeof(SmallGroupShared) <= kMostSharedBytes);
 static_assert(sizeof(SmallGroupShared) + sizeof(SmallGroupShared::tokens[0]) + sizeof(SmallGroupShared::weights[0]) >
@@ -84,8 +91,9 @@ struct SmallGroupAddresses : RingAddresses<SmallGroupShared> {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 template <ScalingMode kMode>
-__device__ void ProduceSmallGroups(const TokenOperands& operands, const SmallGroupAddresses& shared) {
-  TokenTiles<kMode, SmallGroupTile> tiles(operands);
+__device__ void ProduceSmallGroups(const TokenOperands& operands, const GroupTable& table,
+                                   const SmallGroupAddresses& shared) {
+  TokenTiles<kMode, SmallGroupTile> tiles(operands, table);
   TileQueue queue(shared);
   RingSlot<SmallGroupTile::kStages> stage;
   for (auto index = static_cast<int32_t>(blockIdx.x); index < operands.cluster_tiles; index += gridDim.x) {
@@ -110,7 +118,8 @@ __device__ void ProduceSmallGroups(const TokenOperands& operands, const SmallGro
         }
       }
       if constexpr (kMode == ScalingMode::kBlock1D) {
-        scales.Copy<SmallGroupTile::kRows>(block, shared.TokenScale(s), shared.WeightScale(s));
+        scales.CopyTokens<SmallGroupTile::kRows>(shared.TokenScale(s));
+        scales.CopyWeights(block, shared.WeightScale(s), 0);
         ArriveAfterCopies(shared.Full(s));
       }
       __syncwarp();
@@ -183,17 +192,6 @@ __device__ void MultiplySmallGroups(const SmallGroupArguments& args, const Small
   }
 }
 
-// Sets up the barriers and waits for the setup kernel. All threads of the block must call it.
-template <ScalingMode kMode>
-__device__ __forceinline__ void SetUpSmallGroups(const SmallGroupAddresses& shared) {
-  if (threadIdx.x == 0) {
-    InitRings<SmallGroupTile::kStages>(shared, kFullArrivals<kMode>, kMathThreads);
-    FenceBarrierInit();
-  }
-  __syncthreads();
-  cudaGridDependencySynchronize();
-}
-
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <typename TokenType, typename WeightType, ScalingMode kMode>
@@ -202,11 +200,28 @@ __global__ void __launch_bounds__(kSmallGroupThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
   const SmallGroupAddresses shared{SharedAddress(memory)};
-  SetUpSmallGroups<kMode>(shared);
+  if (threadIdx.x == kMathThreads) {  // not in the warp that finds the groups
+    InitRings<SmallGroupTile::kStages>(shared, kFullArrivals<kMode>, kMathThreads);
+    FenceBarrierInit();
+    PrefetchTensorMap(&args.operands.tokens);
+    PrefetchTensorMap(&args.operands.weights);
+  }
+  cudaGridDependencySynchronize();
+  GroupTable table = args.operands.table;
+  if (BlocksFindGroups(args.groups)) {
+    table = FindGroups<SmallGroupRowBlocks>(args.groups, reinterpret_cast<SmallGroupShared*>(memory)->table);
+  } else {
+    __syncthreads();
+  }
   if (threadIdx.x < kMathThreads) {
+    // The producer copies the first operands meanwhile.
+    if (args.zeroed_row_bytes > 0) {
+      ZeroRowsAround<kMathThreads>({table.FirstRow()[0], table.FirstRow()[table.num_groups]}, args.groups.capacity,
+                                   args.result, args.zeroed_row_bytes, blockIdx.x, gridDim.x);
+    }
     MultiplySmallGroups<TokenType, WeightType, kMode>(args, shared, MathThreadPosition());
   } else {
-    ProduceSmallGroups<kMode>(args.operands, shared);
+    ProduceSmallGroups<kMode>(args.operands, table, shared);
   }
 #endif
 }
@@ -215,12 +230,17 @@ Status LaunchFp8SmallGroupProduct(cudaStream_t stream, int device, const GemmPro
                                   const GemmBuffers& buffers) {
   const GroupRowsWorkspace workspace(buffers.workspace, groups.batch, groups.num_groups);
   SmallGroupArguments args{};
-  using RowBlocks = Counts<RowBlock::k4, SmallGroupTile::kRowBlock>;
-  JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<RowBlocks>(
-      "Launching the setup of a grouped product", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
-      LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows, false, workspace, nullptr));
   args.result = buffers.d;
   args.result_type = problem.result_type;
+  args.groups = groups;
+  const bool finds_groups = BlocksFindGroups(groups);
+  if (!finds_groups) {
+    JAX_GROUPED_RETURN_IF_FAILED(LaunchGroupRows<SmallGroupRowBlocks>(
+        "Launching the setup of a grouped product", stream, groups, ResultBoxes(problem, buffers.d, groups.AllRows()),
+        LayoutOfA(problem, groups).ElementRowBlocks(), buffers.zero_other_rows, false, workspace, nullptr));
+  } else if (buffers.zero_other_rows) {
+    args.zeroed_row_bytes = ResultFeatures(problem) * ResultBytes(problem.result_type);
+  }
   JAX_GROUPED_RETURN_IF_FAILED(
       EncodeOperands<SmallGroupTile>(problem, groups, buffers, workspace.table, &args.operands));
   DeviceProperties properties;
@@ -230,7 +250,8 @@ Status LaunchFp8SmallGroupProduct(cudaStream_t stream, int device, const GemmPro
     constexpr int kSharedBytes = sizeof(SmallGroupShared);
     JAX_GROUPED_RETURN_IF_FAILED(AllowSharedMemory(reinterpret_cast<const void*>(kernel), kSharedBytes));
     const Grid grid{std::min(args.operands.cluster_tiles, properties.processors), kSmallGroupThreads, kSharedBytes};
-    return LaunchEarly("Launching a grouped product", stream, grid, kernel, args);
+    constexpr char kWhat[] = "Launching a grouped product";
+    return finds_groups ? Launch(kWhat, stream, grid, kernel, args) : LaunchEarly(kWhat, stream, grid, kernel, args);
   });
 }
 

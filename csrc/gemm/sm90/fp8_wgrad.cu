@@ -52,7 +52,8 @@ class WgradTiles {
 
   __device__ const OutputTile& At(int32_t index) {
     if (const int32_t group = index / (high_ * wide_); group != tile_.group) Enter(group);
-    SetTilePosition(index % (high_ * wide_), high_, wide_, &tile_);
+    SetTilePosition<kTileRows, kCluster * kTileColumns>(index % (high_ * wide_), high_, wide_, &tile_);
+    tile_.column += static_cast<int32_t>(RankInCluster()) * kTileColumns;
     tile_.rows = args_.in_features - tile_.row;
     return tile_;
   }
@@ -303,7 +304,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   const auto produce = [&] {
     if (LeadsProducer()) ProduceWgrad<kMode>(args, shared);
   };
-  RunBlock<kProducerRegisters, kMathRegisters>(
+  RunBlock<kRegisters>(
       produce, [&](const ThreadPosition& position) { MultiplyWgrad<XType, DyType, kMode>(args, shared, position); });
 #endif
 }

@@ -50,16 +50,11 @@ struct GatheredTile {
   static constexpr int kStages = 4;
   static constexpr int kStagedBoxes = 1;  // that a math group writes at once; it has room for twice as many
   static constexpr int kStagingBytes = 2 * kStagedBoxes * kBoxBytes;
-  // Registers per thread.
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kMathRegisters = 224;
+  static constexpr Registers kRegisters{56, 224};
   // Pairs of rows of tiles in a swath; see kSwath.
   static constexpr int kSwath = 8;
 };
-static_assert(GatheredTile::kProducerRegisters % 8 == 0 && GatheredTile::kMathRegisters % 8 == 0);
-static_assert(kWarpGroupThreads * GatheredTile::kProducerRegisters + kMathThreads * GatheredTile::kMathRegisters <=
-                  64 * 1024,
-              "an SM has 64 Ki registers");
+static_assert(CanBeDivided(GatheredTile::kRegisters));
 
 // One operand's part of a stage. It consists of boxes of 128 bytes by kBoxRows rows, one after another, each swizzled
 // as the TMA does. If the operand is contiguous along the contraction axis, a box has kBoxRows of its rows. If the

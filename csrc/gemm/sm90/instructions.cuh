@@ -134,6 +134,11 @@ __device__ void AcquireRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Starts to load a tensor map that is an argument of the kernel, so that the first copy through it does not wait.
+__device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Acquires a tensor map that a kernel has written to global memory. Must precede the first copy through the map.
 __device__ inline void AcquireTensorMap(const CUtensorMap* map) {
   ptx::fence_proxy_tensormap_generic(ptx::sem_acquire, ptx::scope_gpu, map, ptx::n32_t<sizeof(CUtensorMap)>());
@@ -184,6 +189,12 @@ __device__ inline void CopyChunkOrZeros(uint32_t destination, const void* source
   const int bytes = copies ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
                : "memory");
+}
+
+// Copies 4 bytes in the same way, or writes zero.
+__device__ inline void CopyFloatOrZero(uint32_t destination, const float* source, bool copies) {
+  const int bytes = copies ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
 
 // Arrives once the chunks that this thread has begun to copy have landed. The barrier's count includes this arrival

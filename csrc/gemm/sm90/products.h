@@ -13,28 +13,25 @@
 
 namespace jax_grouped::sm90 {
 
-// Size of a tile of the result of LaunchFp8TokenProduct. One SM computes one tile at a time.
+// Size of a tile of the result of LaunchFp8TokenProduct. Two SMs compute one tile at a time.
 constexpr int64_t kTileTokens = 256;
-constexpr int64_t kTileFeatures = 128;
+constexpr int64_t kTileFeatures = 256;
 
 // Return the most bytes of the workspace that the FP8 products can use with `all_groups` groups in the batch.
 int64_t MaxFp8TokenProductWorkspaceBytes(int64_t all_groups);
 int64_t MaxFp8WgradWorkspaceBytes(int64_t all_groups);
 
 // Enqueues a scaled kFprop or kDgrad that does not accumulate. Scaling is kTensor, or kBlock1D for tokens and kBlock2D
-// for weights. Tokens of no local group become zero with zero_other_rows. Tensor cores accumulate products over 128 of
-// the depth; float32 arithmetic accumulates their sums.
+// for weights. With kBlock1D, operand a may be gathered, and a kFprop may have SwiGLU. Tokens of no local group become
+// zero with zero_other_rows. Tensor cores accumulate products over 128 of the depth; float32 arithmetic accumulates
+// their sums.
 Status LaunchFp8TokenProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                              const GemmBuffers& buffers);
 
-// Enqueues the same products. Fast where groups have few tokens: if reading the weights takes longer than multiplying
-// them.
+// Enqueues the same products without gathered rows and SwiGLU. Fast where groups have few tokens: if reading the
+// weights takes longer than multiplying them.
 Status LaunchFp8SmallGroupProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
                                   const GemmBuffers& buffers);
-
-// Enqueues a kFprop of block-scaled operands with SwiGLU.
-Status LaunchFp8SwiGluProduct(cudaStream_t stream, int device, const GemmProblem& problem, const Groups& groups,
-                              const GemmBuffers& buffers);
 
 // Enqueues a scaled kWgrad with kTensor or kBlock1D. If it accumulates, its result must have 32 bits; otherwise empty
 // groups give zeros. Tensor cores accumulate the products of 128 tokens; float32 arithmetic accumulates their sums.

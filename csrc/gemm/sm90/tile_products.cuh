@@ -1,6 +1,6 @@
-// Common parts of the product kernels on Hopper; those that gather their rows use the ring and the queue of tiles.
-// Tiles of an FP8 product are 256 x 128. A tile is computed from blocks of 128 bytes of both operands, one after
-// another.
+// Common parts of the product kernels on Hopper; those that gather 16-bit rows use the ring and the queue of tiles. A
+// block of threads computes 256 x 128 of an FP8 weight gradient, or 128 x 256 of an FP8 product of tokens, from blocks
+// of 128 bytes of both operands, one after another.
 //
 // Each block of threads computes one tile of the result, then further tiles: the grid just fills the GPU. One warp, the
 // producer, finds the tiles and copies the operands to a ring of stages in shared memory. Two math groups of 128
@@ -22,10 +22,10 @@
 //   barrier         waits, for parity p of     arrivals that end a phase
 //                   its position in the ring
 //   full[stage]     math threads, p            lane 0 of the producer, which announces the bytes; with 1x128 scales
-//                                              also each of the producer's 32 lanes, after its copies of scales
-//                                              if there are any
-//   empty[stage]    producer, p ^ 1            every math thread of every block of the cluster, because the producer
-//                                              copies rows to all of them
+//                                              also each of its 32 lanes, or 128 threads if they gather rows, after
+//                                              its copies if there are any
+//   empty[stage]    producer, p ^ 1            every math thread of every block of the cluster, because each block
+//                                              copies a part of one operand to all of them
 //   tile_full[slot]   math threads, p          lane 0 of the producer, which has written the tile
 //   tile_empty[slot]  producer, p ^ 1          every math thread of the block
 //   next_full         producer, p              lane 0 of the producer, which announces the bytes of the index
@@ -51,26 +51,35 @@
 
 namespace jax_grouped::sm90 {
 
-// Blocks of a cluster. They compute adjacent tiles of the same rows. Each block copies its part of the rows to all
-// blocks, which reduces reads of the L2 cache. Clusters of four, and of two by two, are 2 to 6 % slower.
+// Blocks of a cluster. Their tiles of a weight gradient have the same rows, those of a product of tokens the same
+// weights. Each block copies its part of these to all blocks, which reduces reads of the L2 cache. Clusters of four,
+// and of two by two, are 2 to 6 % slower.
 constexpr int kCluster = 2;
 constexpr int kMathGroups = 2;
 constexpr int kStages = 3;
 
-// Products of 64 x 128 that a math group computes per tile, one below the other. The rows of each wave are adjacent, so
-// that no group is idle while the other has two products.
+// Products of 64 x 128 that a math group computes per stage: one below the other in a weight gradient, whose rows of
+// each wave are adjacent, so that no group is idle while the other has two products; side by side for tokens.
 constexpr int kWaves = 2;
 constexpr int kTileRows = Fragment::kRows * kMathGroups * kWaves;
 constexpr int kTileColumns = Fragment::kColumns;
 constexpr int kDepth = kBlock;  // numbers of a row, and of a column, in a stage
 constexpr int kMathThreads = kMathGroups * kWarpGroupThreads;
 constexpr int kThreads = kMathThreads + kWarpGroupThreads;
-// Registers per thread.
-constexpr int kProducerRegisters = 24;
-constexpr int kMathRegisters = 240;
-static_assert(kProducerRegisters % 8 == 0 && kMathRegisters % 8 == 0, "setmaxnreg takes multiples of 8");
-static_assert(kWarpGroupThreads * kProducerRegisters + kMathThreads * kMathRegisters <= 64 * 1024,
-              "an SM has 64 Ki registers");
+
+// Registers per thread. setmaxnreg divides those that a block has from its launch: the same number for each thread.
+struct Registers {
+  int producer;
+  int math;
+};
+constexpr bool CanBeDivided(const Registers& registers) {
+  constexpr int kOfLaunch = 64 * 1024 / kThreads / 8 * 8;
+  return registers.producer % 8 == 0 && registers.math % 8 == 0 &&
+         kWarpGroupThreads * registers.producer + kMathThreads * registers.math <= kThreads * kOfLaunch;
+}
+constexpr Registers kRegisters{24, 240};
+static_assert(CanBeDivided(kRegisters));
+
 // Rows of tiles in a swath. Tiles follow one another down the rows of a swath, then to the right. The tiles in progress
 // then share most of both operands.
 constexpr int kSwath = 16;
@@ -106,10 +115,7 @@ struct alignas(1024) Shared {
   uint8_t columns[kStages][kTileColumns * kDepth];
   uint8_t staging[kMathGroups][kStagingBytes];
   float row_scale[kStages][kTileRows];
-  union {
-    float column_scale[kStages][kTileColumns];
-    float weight_scale[kStages][4];  // scales of the columns' block, for this stage and its neighbours
-  };
+  float column_scale[kStages][kTileColumns];
   OutputTile tiles[kTilesAhead];
   Barrier full[kStages];
   Barrier empty[kStages];
@@ -160,9 +166,6 @@ struct Addresses : RingAddresses<Shared> {
   __device__ uint32_t ColumnScale(int stage) const {
     return base + offsetof(Shared, column_scale) + stage * sizeof(Shared::column_scale[0]);
   }
-  __device__ uint32_t WeightScale(int stage) const {
-    return base + offsetof(Shared, weight_scale) + stage * sizeof(Shared::weight_scale[0]);
-  }
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -181,18 +184,18 @@ struct RingSlot {
 };
 using Stage = RingSlot<kStages>;
 
-// Sets the position of a tile of kRows rows from `index_in_group`, the index of its cluster tile in the group. The
-// group's tiles are `high` rows of tiles, and `wide` cluster widths (kBlocks tiles each) across.
-template <int kRows = kTileRows, int kBlocks = kCluster>
+// Sets the position of a cluster tile of kRows rows and kColumns columns from its index in the group, which has `high`
+// rows and `wide` columns of these.
+template <int kRows, int kColumns>
 __device__ __forceinline__ void SetTilePosition(int32_t index_in_group, int32_t high, int32_t wide, OutputTile* tile) {
   const int32_t swath = index_in_group / (kSwath * wide);
   const int32_t in_swath = index_in_group % (kSwath * wide);
   const int32_t swath_rows = min(kSwath, high - swath * kSwath);
   tile->row = (swath * kSwath + in_swath % swath_rows) * kRows;
-  tile->column = (in_swath / swath_rows * kBlocks + (kBlocks > 1 ? RankInCluster() : 0)) * kTileColumns;
+  tile->column = in_swath / swath_rows * kColumns;
 }
 
-// A cluster computes kCluster adjacent tiles at once: a cluster tile. Cluster c of n begins with the cluster tile c. It
+// The blocks of a cluster compute a cluster tile at once. Cluster c of n begins with the cluster tile c. It
 // then takes c + n, c + 2 n, ..., or what TileScheduler gives it.
 __device__ inline int32_t FirstTileIndex() { return static_cast<int32_t>(blockIdx.x) / kCluster; }
 __device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / kCluster; }
@@ -410,10 +413,10 @@ __device__ __forceinline__ void SetUpCluster(const SharedAddresses& shared, int 
   cudaGridDependencySynchronize();
 }
 
-// Arrivals of FP8 products that end a phase of `full` and of `empty`. The producer is one warp. One of its lanes starts
-// the copies of operands to a stage, and with 1x128 scales each of its 32 lanes copies some of the stage's scales. Each
-// math thread arrives when it has read the stage. One lane could arrive for its warp after __syncwarp(), but
-// compute-sanitizer does not see that the other lanes' reads come first.
+// Arrivals of FP8 products that end a phase of `full` and of `empty`. The producer is one warp, or four if it gathers
+// rows. One of its lanes starts the copies of operands to a stage, and with 1x128 scales each of its 32 lanes copies
+// some of the stage's scales. Each math thread arrives when it has read the stage. One lane could arrive for its warp
+// after __syncwarp(), but compute-sanitizer does not see that the other lanes' reads come first.
 template <ScalingMode kMode>
 constexpr int kFullArrivals = kMode == ScalingMode::kBlock1D ? 1 + 32 : 1;
 constexpr int kEmptyArrivals = kMathThreads * kCluster;
@@ -429,13 +432,13 @@ __device__ __forceinline__ ThreadPosition MathThreadPosition() {
 
 // Runs a block whose barriers are set up: calls `produce` in the warps that do not multiply, which release registers,
 // and `multiply` in those of the math groups, with their position. Whole clusters of kThreads must call it.
-template <int kProducerRegisters, int kMathRegisters, typename Produce, typename Multiply>
+template <const Registers& registers, typename Produce, typename Multiply>
 __device__ __forceinline__ void RunBlock(const Produce& produce, const Multiply& multiply) {
   if (threadIdx.x >= kMathThreads) {
-    ReleaseRegisters<kProducerRegisters>();
+    ReleaseRegisters<registers.producer>();
     produce();
   } else {
-    AcquireRegisters<kMathRegisters>();
+    AcquireRegisters<registers.math>();
     multiply(MathThreadPosition());
     // The block's shared memory must outlive the copies that read it. The end of the kernel guarantees that they
     // arrive.

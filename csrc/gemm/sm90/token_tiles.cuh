@@ -18,10 +18,10 @@
 
 namespace jax_grouped::sm90 {
 
-// The operands of a product. A kernel has a type `Tile` for its tiles: kRows rows, which are row blocks of kind
-// kRowBlock, in clusters of kBlocks, one beside the other. Tokens are copied in boxes of kBoxRows rows.
+// The operands of a product. A kernel has a type `Tile` for its cluster tiles: kRows rows, which are row blocks of kind
+// kRowBlock, and kColumns of `features`. Tokens are copied in boxes of kBoxRows rows, unless they are gathered.
 struct TokenOperands {
-  CUtensorMap tokens;
+  CUtensorMap tokens;             // not set if they are gathered
   CUtensorMap weights;            // one below the other
   GroupTable table;               // the first batch element's
   int32_t element_cluster_tiles;  // of a batch element that has the most tiles possible
@@ -30,7 +30,7 @@ struct TokenOperands {
   const float* weight_scale;
   int64_t weight_scales;
   int32_t depth;
-  int32_t features;
+  int32_t features;  // of the result; with SwiGLU, of the activation's
   int32_t elements_per_weight;
 };
 
@@ -39,10 +39,11 @@ template <typename Tile>
 Status EncodeOperands(const GemmProblem& problem, const Groups& groups, const GemmBuffers& buffers,
                       const GroupTable& table, TokenOperands* operands) {
   const int64_t depth = Depth(problem);
-  const int64_t features = ResultFeatures(problem);
+  const int64_t weight_features = ResultFeatures(problem);
+  const int64_t features = problem.swiglu ? weight_features / 2 : weight_features;
   const int64_t row_tiles = MaxRowBlocks(groups.capacity, groups.num_groups, Tile::kRows);
   operands->table = table;
-  operands->element_cluster_tiles = static_cast<int32_t>(row_tiles * CeilDiv(features, Tile::kBlocks * kTileColumns));
+  operands->element_cluster_tiles = static_cast<int32_t>(row_tiles * CeilDiv(features, Tile::kColumns));
   operands->cluster_tiles = groups.batch * operands->element_cluster_tiles;
   operands->token_scale = static_cast<const float*>(buffers.a_scale);
   operands->weight_scale = static_cast<const float*>(buffers.b_scale);
@@ -50,19 +51,22 @@ Status EncodeOperands(const GemmProblem& problem, const Groups& groups, const Ge
   operands->depth = static_cast<int32_t>(depth);
   operands->features = static_cast<int32_t>(features);
   operands->elements_per_weight = problem.elements_per_weight;
-  JAX_GROUPED_RETURN_IF_FAILED(
-      EncodeTensorMap(Fp8Boxes(buffers.a, depth, groups.AllRows(), Tile::kBoxRows), &operands->tokens));
-  return EncodeTensorMap(Fp8Boxes(buffers.b, depth, NumWeights(problem) * features, kTileColumns), &operands->weights);
+  if (problem.gathered == Gather::kNone) {
+    JAX_GROUPED_RETURN_IF_FAILED(
+        EncodeTensorMap(Fp8Boxes(buffers.a, depth, groups.AllRows(), Tile::kBoxRows), &operands->tokens));
+  }
+  const int64_t weight_rows = NumWeights(problem) * weight_features;
+  return EncodeTensorMap(Fp8Boxes(buffers.b, depth, weight_rows, kTileColumns), &operands->weights);
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The tiles of a block, one per cluster tile. An index has no tile if its batch element has no more tiles.
+// Finds cluster tiles by their index. An index has no tile if its batch element has no more tiles.
 template <ScalingMode kMode, typename Tile>
 class TokenTiles {
  public:
-  __device__ explicit TokenTiles(const TokenOperands& operands)
-      : operands_(operands), wide_(static_cast<int32_t>(CeilDiv(operands.features, Tile::kBlocks * kTileColumns))) {}
+  __device__ TokenTiles(const TokenOperands& operands, const GroupTable& table)
+      : operands_(operands), tables_(table), wide_(static_cast<int32_t>(CeilDiv(operands.features, Tile::kColumns))) {}
 
   __device__ const OutputTile& At(int32_t index) {
     if (const int32_t element = index / operands_.element_cluster_tiles; element != element_) Enter(element);
@@ -70,7 +74,7 @@ class TokenTiles {
     const int32_t row_tile = index / wide_;  // counted through the batch, as in the table
     if (row_tile >= after_ && !Find(row_tile)) return tile_;
     tile_.stages = static_cast<int32_t>(CeilDiv(operands_.depth, kDepth));
-    SetTilePosition<Tile::kRows, Tile::kBlocks>(index - before_ * wide_, after_ - before_, wide_, &tile_);
+    SetTilePosition<Tile::kRows, Tile::kColumns>(index - before_ * wide_, after_ - before_, wide_, &tile_);
     tile_.rows = rows_ - tile_.row;
     return tile_;
   }
@@ -92,7 +96,7 @@ class TokenTiles {
   // Advances to the group that contains row `row_tile` of tiles. Returns false if there is none. The lanes inspect 32
   // groups at once. They issue all loads about these groups before any of the values arrives.
   __device__ bool Find(int32_t row_tile) {
-    const GroupTable table = operands_.table.At(element_);
+    const GroupTable table = tables_.At(element_);
     const int32_t* before = table.BlocksBefore(Tile::kRowBlock);
     const int32_t first_weight = element_ / operands_.elements_per_weight * table.num_groups;
     for (; group_ < table.num_groups; group_ += 32) {
@@ -126,6 +130,7 @@ class TokenTiles {
   }
 
   const TokenOperands& operands_;
+  const GroupTable& tables_;  // the first batch element's
   int32_t wide_;
   OutputTile tile_;
   int32_t element_ = -1;
@@ -146,20 +151,19 @@ class StageScales {
   __device__ StageScales(const TokenOperands& operands, const Tiles& tiles, const OutputTile& tile)
       : stride_(static_cast<int32_t>(RoundUp(tiles.Tokens(), 4))), count_(stride_ - tile.row) {
     token_ = operands.token_scale + int64_t{4} * tile.stages * tiles.FirstScaleBlock() + tile.row;
-    const int32_t feature_block = min(tile.column, operands.features - 1) / kBlock;
-    weight_ = operands.weight_scale + tiles.Weight() * operands.weight_scales + feature_block * RoundUp(tile.stages, 4);
+    const int64_t first = tile.column / kBlock * RoundUp(tile.stages, 4);
+    weight_ = operands.weight_scale + tiles.Weight() * operands.weight_scales + first;
   }
 
-  // Starts copies of the scales of block `block`: of the tile's tokens, and of the weights in it and its neighbours.
-  // The stages must follow one another. All lanes of the producer must call it.
+  // Starts copies of the scales of the tile's tokens. Stages must follow one another. Whole warps must call it.
   template <int kRows>
-  __device__ __forceinline__ void Copy(int32_t block, uint32_t token_scale, uint32_t weight_scale) {
+  __device__ __forceinline__ void CopyTokens(uint32_t token_scale) {
     CopyFloats<kRows>(token_scale, token_, count_);
-    CopyWeights(block, weight_scale, 0);
     token_ += stride_;
   }
 
-  // Starts copies of the scales of other weights, which lie `distance` scales further.
+  // Starts a copy of the weights' scales of block `block` and its neighbours, which lie `distance` scales after those
+  // of the tile's first column. Whole warps must call it.
   __device__ __forceinline__ void CopyWeights(int32_t block, uint32_t weight_scale, int64_t distance) const {
     // Four scales are copied because copies are of 16 bytes.
     CopyFloats<4>(weight_scale, weight_ + distance + block / 4 * 4, 4);
