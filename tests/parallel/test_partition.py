@@ -60,7 +60,13 @@ def run(mesh: Mesh, function: Callable[..., Any], specs: tuple[P, ...], arrays: 
     compiled = jax.jit(function).lower(*sharded).compile()
     results = compiled(*sharded)
     expected = jax.jit(function)(*arrays)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), results, expected)
+
+    def assert_close(got: jax.Array, wanted: jax.Array) -> None:
+        # Devices add terms in another order, so that a sum that cancels has the rounding of the largest ones.
+        rounding = float(jnp.finfo(jnp.float32).eps * jnp.max(jnp.abs(wanted)))
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 + rounding)
+
+    jax.tree.map(assert_close, results, expected)
     return results, collectives(compiled)
 
 
