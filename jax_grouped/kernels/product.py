@@ -495,9 +495,9 @@ def _gathers(
 
 
 def gathers_fp8_fast(features: int, tokens: int, num_groups: int) -> bool:
-    """Tells whether an FP8 product, with a result of so many features, that gathers tokens takes less time.
+    """Tells whether an FP8 product that gathers tokens takes less time than one of rows that are quantized before.
 
-    Otherwise one of their rows does, which are quantized before.
+    `features` are those of the result, and `tokens` the rows of all groups.
     """
     return features <= _MOST_GATHERED_FP8_FEATURES and tokens >= _LEAST_FUSED_TOKENS * num_groups
 
