@@ -115,6 +115,13 @@ __device__ inline int64_t InScaleTile(int64_t tile, int outer, int inner) {
   return 512 * tile + outer % 32 * 16 + outer / 32 * 4 + inner;
 }
 
+// Returns the position of the kBlock1D scale of one row of a group in rowwise data. The group has `rows` rows, and
+// `blocks_before` blocks of 4 rows lie before it.
+__device__ inline int64_t RowBlockScalePosition(int64_t feature_blocks, int32_t blocks_before, int64_t block,
+                                                int32_t rows, int32_t row) {
+  return 4 * (feature_blocks * blocks_before) + block * RoundUp(rows, 4) + row;
+}
+
 // Returns the position of the scale of one row of a chunk in rowwise data. `block` counts along the features.
 template <ScalingMode kMode>
 __device__ int64_t RowScalePosition(const ScaleLayout& layout, const Chunk& chunk, int row_in_chunk, int32_t block) {
@@ -123,7 +130,7 @@ __device__ int64_t RowScalePosition(const ScaleLayout& layout, const Chunk& chun
     case ScalingMode::kTensor:
       return chunk.group;
     case ScalingMode::kBlock1D:
-      return layout.FeatureBlocks() * 4 * chunk.Before(RowBlock::k4) + block * RoundUp(chunk.group_rows, 4) + row;
+      return RowBlockScalePosition(layout.FeatureBlocks(), chunk.Before(RowBlock::k4), block, chunk.group_rows, row);
     case ScalingMode::kBlock2D:
       return RoundUp(layout.FeatureBlocks(), 4) * (chunk.Before(RowBlock::k128) + row / kBlock) + block;
     case ScalingMode::kMx:

@@ -13,8 +13,8 @@ namespace {
 constexpr int kSetUpThreads = 512;
 constexpr int kWarps = 8;
 
-// Most tokens of a quantization without a setup kernel. Up to so many, all blocks that find the groups are resident on
-// an H200 at once: those of the tokens and those that write zeros.
+// Most tokens of a quantization without a setup kernel. An H200 then has all blocks that find the groups at once: those
+// of the tokens and those that write zeros.
 constexpr int64_t kMostTokensWithoutSetup = 1024;
 
 // Columns of a lane in one step, lanes of a scaling block, and columns of a warp in one step.
@@ -46,8 +46,8 @@ __device__ void ZeroScalePadding(const PermutedArguments& args, const GroupTable
   for (int64_t i = thread; i < scale_rows; i += threads) {
     const auto group = static_cast<int32_t>(i / args.feature_blocks);
     const int32_t rows = table.FirstRow()[group + 1] - table.FirstRow()[group];
-    const int64_t blocks = int64_t{args.feature_blocks} * table.BlocksBefore(RowBlock::k4)[group];
-    float* scales = args.scale + 4 * blocks + i % args.feature_blocks * RoundUp(rows, 4);
+    float* scales = args.scale + RowBlockScalePosition(args.feature_blocks, table.BlocksBefore(RowBlock::k4)[group],
+                                                       i % args.feature_blocks, rows, 0);
     for (int64_t row = rows; row < RoundUp(rows, 4); ++row) scales[row] = 0.0f;
   }
 }

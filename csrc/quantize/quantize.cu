@@ -193,13 +193,13 @@ Status LaunchTiles(cudaStream_t stream, const Quantization& args) {
   return Status::Failed("Quantization has no such scaling mode.");
 }
 
-// Chooses a single launch for a small quantization. Its blocks wait for each other. Separate launches and the gaps
+// Chooses a single launch for a small quantization. Its blocks may wait for each other. Separate launches and the gaps
 // between them would take most of the time.
 Status ChooseSingleLaunch(QuantizeArguments* args) {
   // A gated gradient has a kernel of its own, after the setup.
   if (args->activated_scale != nullptr) return Status::Ok();
   const bool few_groups = args->groups.num_groups <= kMostGroupsOfWarp;
-  // Either all blocks leave early or none does, because the blocks of a single launch wait for each other.
+  // Either all blocks leave early or none does, because the blocks of a single launch may wait for each other.
   const bool all_or_none_skip = args->skip == nullptr || args->groups.batch == 1;
   DeviceProperties properties;
   JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(&properties));

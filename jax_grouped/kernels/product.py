@@ -506,7 +506,7 @@ def _can_fuse_fp8(b: jax.Array, spec: GemmSpec, batch: int) -> bool:
     """Tells whether a kernel can gather FP8 tokens, or compute SwiGLU of their product."""
     if not isinstance(batch, int) or not primitive.has_gathering_products():
         return False
-    # The kernel has room for so many groups in its workspace, and counts rows of all weights with 32 bits.
+    # The kernel's workspace has room for these groups, and it counts rows of all weights with 32 bits.
     return batch * spec.num_groups <= MAX_GATHERED_GROUPS and b.shape[0] * b.shape[1] < 2**31
 
 

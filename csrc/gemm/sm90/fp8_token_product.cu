@@ -21,6 +21,7 @@
 #include "csrc/gemm/sm90/staging.cuh"
 #include "csrc/gemm/sm90/tile_products.cuh"
 #include "csrc/gemm/sm90/token_tiles.cuh"
+#include "csrc/groups/layout.cuh"
 #include "csrc/groups/layout.h"
 #include "csrc/groups/table.cuh"
 
@@ -53,7 +54,7 @@ struct TokenKind {
 };
 
 struct TokenArguments {
-  TokenOperands operands;      // with SwiGLU, their features are those of the activation's result
+  TokenOperands operands;
   const uint8_t* gathered;     // [gathered_from, depth], in place of a map of tokens
   const int32_t* row_indices;  // of the rows of `gathered`, one per token
   int32_t gathered_from;
@@ -253,10 +254,9 @@ __device__ __forceinline__ void StoreQuantized(const TokenArguments& args, const
     scale[half] = found.scale;
     const int32_t row = first_row + position.Row() + 8 * half;
     if (position.lane % 4 == 0 && row < RoundUp(tile.rows, 4)) {
-      const int64_t blocks_before = int64_t{features / kBlock} * tile.scale_block;
-      const int64_t stride = RoundUp(tile.row + tile.rows, 4);
-      args.activated_scale[4 * blocks_before + tile.column / kBlock * stride + tile.row + row] =
-          row < tile.rows ? found.inverse : 0.0f;
+      const int64_t at = RowBlockScalePosition(features / kBlock, tile.scale_block, tile.column / kBlock,
+                                               tile.row + tile.rows, tile.row);
+      args.activated_scale[at + row] = row < tile.rows ? found.inverse : 0.0f;
     }
   }
   const auto write = [&](uint32_t memory) {

@@ -195,8 +195,8 @@ __device__ __forceinline__ void SetTilePosition(int32_t index_in_group, int32_t 
   tile->column = in_swath / swath_rows * kColumns;
 }
 
-// The blocks of a cluster compute a cluster tile at once. Cluster c of n begins with the cluster tile c. It
-// then takes c + n, c + 2 n, ..., or what TileScheduler gives it.
+// The blocks of a cluster compute a cluster tile at once. Cluster c of n begins with the cluster tile c. It then takes
+// c + n, c + 2 n, ..., or what TileScheduler gives it.
 __device__ inline int32_t FirstTileIndex() { return static_cast<int32_t>(blockIdx.x) / kCluster; }
 __device__ inline int32_t Clusters() { return static_cast<int32_t>(gridDim.x) / kCluster; }
 

@@ -14,6 +14,7 @@
 #include "csrc/gemm/sm90/launch.cuh"
 #include "csrc/gemm/sm90/tensor_map.h"
 #include "csrc/gemm/sm90/tile_products.cuh"
+#include "csrc/groups/layout.cuh"
 #include "csrc/groups/layout.h"
 
 namespace jax_grouped::sm90 {
@@ -150,7 +151,8 @@ class StageScales {
   template <typename Tiles>
   __device__ StageScales(const TokenOperands& operands, const Tiles& tiles, const OutputTile& tile)
       : stride_(static_cast<int32_t>(RoundUp(tiles.Tokens(), 4))), count_(stride_ - tile.row) {
-    token_ = operands.token_scale + int64_t{4} * tile.stages * tiles.FirstScaleBlock() + tile.row;
+    token_ =
+        operands.token_scale + RowBlockScalePosition(tile.stages, tiles.FirstScaleBlock(), 0, tiles.Tokens(), tile.row);
     const int64_t first = tile.column / kBlock * RoundUp(tile.stages, 4);
     weight_ = operands.weight_scale + tiles.Weight() * operands.weight_scales + first;
   }
