@@ -197,7 +197,9 @@ def router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _router_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+    # XLA computes a GPU's product of one row by multiplications that round each result to the type of `x`.
+    rows = jnp.broadcast_to(x, (2, x.shape[1])) if x.shape[0] == 1 else x
+    return jnp.dot(rows, kernel.astype(x.dtype), preferred_element_type=jnp.float32)[: x.shape[0]]
 
 
 def _router_logits_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

@@ -258,10 +258,11 @@ def test_loads_of_any_integer_type() -> None:
         np.testing.assert_array_equal(bias, np.where(np.arange(300) == 7, -1, 1), err_msg=dtype)
 
 
+@pytest.mark.parametrize("tokens", [40, 1])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_logits_of_a_linear_router(dtype: str) -> None:
-    x, kernel = normal(0, (40, 24)).astype(dtype), normal(1, (24, 6))
-    dlogits = normal(2, (40, 6))
+def test_logits_of_a_linear_router(dtype: str, tokens: int, backend: str) -> None:
+    x, kernel = normal(0, (tokens, 24)).astype(dtype), normal(1, (24, 6))
+    dlogits = normal(2, (tokens, 6))
 
     with jax.default_matmul_precision("highest"):  # A GPU would round float32.
         logits, pull_back = jax.vjp(routing.router_logits, x, kernel)
