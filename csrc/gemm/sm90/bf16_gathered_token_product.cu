@@ -61,7 +61,10 @@ class GatheredTokenTiles {
   __device__ GatheredTokenTile At(int32_t index) {
     GatheredTokenTile tile;
     if (index >= args_.cluster_tiles) return tile;
-    if (const int32_t element = index / args_.element_cluster_tiles; element != element_) Enter(element);
+    if (const int32_t element = index / args_.element_cluster_tiles; element != element_) {
+      element_ = element;
+      group_ = after_ = 0;
+    }
     if (index >= after_ && !Find(index)) return tile;
     const TilePosition position = PositionOf(index - before_, high_, wide_);
     tile.output.group = element_ * args_.table.num_groups + group_;
@@ -76,12 +79,6 @@ class GatheredTokenTiles {
   }
 
  private:
-  __device__ void Enter(int32_t element) {
-    element_ = element;
-    group_ = 0;
-    after_ = 0;
-  }
-
   // Advances to the group that contains the cluster tile `index`. Returns false if there is none. The lanes inspect 32
   // groups at once. They issue all loads about these groups before any of the values arrives.
   __device__ bool Find(int32_t index) {

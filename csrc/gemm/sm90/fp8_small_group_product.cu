@@ -59,11 +59,7 @@ struct alignas(1024) SmallGroupShared {
   uint8_t weights[SmallGroupTile::kStages][kTileColumns * kDepth];
   float token_scale[SmallGroupTile::kStages][SmallGroupTile::kRows];
   float weight_scale[SmallGroupTile::kStages][4];  // of the columns' block, for this stage and its neighbours
-  OutputTile tiles[kTilesAhead];
-  Barrier full[SmallGroupTile::kStages];
-  Barrier empty[SmallGroupTile::kStages];
-  Barrier tile_full[kTilesAhead];
-  Barrier tile_empty[kTilesAhead];
+  Ring<SmallGroupTile::kStages> ring;
   int32_t table[kSharedTableSize];
 };
 static_assert(sizeof(SmallGroupShared) <= kMostSharedBytes);

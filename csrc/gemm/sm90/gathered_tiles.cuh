@@ -81,14 +81,7 @@ struct alignas(1024) GatheredShared {
   uint8_t a[GatheredTile::kStages][GatheredTile::kRows * GatheredTile::kDepth * 2];
   uint8_t b[GatheredTile::kStages][GatheredTile::kColumns * GatheredTile::kDepth * 2];
   uint8_t staging[kMathGroups][GatheredTile::kStagingBytes];
-  OutputTile tiles[kTilesAhead];
-  Barrier full[GatheredTile::kStages];
-  Barrier empty[GatheredTile::kStages];
-  Barrier tile_full[kTilesAhead];
-  Barrier tile_empty[kTilesAhead];
-  Barrier next_full;
-  Barrier next_empty;
-  int32_t next_tile;
+  Ring<GatheredTile::kStages> ring;
 };
 static_assert(sizeof(GatheredShared) <= kMostSharedBytes);
 static_assert(offsetof(GatheredShared, b) % 1024 == 0 && offsetof(GatheredShared, staging) % 1024 == 0);

@@ -13,8 +13,9 @@
 // same registers. The second is power: sustained runs reach 700 W, at which the clock falls from 1.98 GHz to 1.4-1.75
 // GHz.
 //
-// Four variants are slower, by 1 to 10 %: math groups that alternate at the tensor cores; math groups that stay half a
-// block or a block behind each other; two products of 64 x 64 in flight per group; asking early for the next stage.
+// These variants are slower, by 1 to 15 %: math groups that alternate at the tensor cores; math groups that stay half a
+// block or a block behind each other; two products of 64 x 64 in flight per group; rows in registers, with one product
+// of 64 x 128 or two of 64 x 64 in flight; asking early for the next stage.
 //
 // Producer and math threads meet at four kinds of barriers, which every block has in shared memory. Phases of a barrier
 // alternate between parity 0 and 1. A phase ends with the arrivals below and, for `full`, with all bytes of the copies.
@@ -32,8 +33,6 @@
 //   next_empty        producer of the first    every producer thread of the cluster
 //                     block, p ^ 1
 //
-// The last two are those of TileScheduler, which not every kernel uses.
-//
 // A position in a ring starts with parity 0, which flips at each wrap. The first wait for `full` thus waits for the
 // first phase. The first wait for `empty` is for parity 1, the phase before the first, which counts as ended: the ring
 // starts empty.
@@ -43,6 +42,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "csrc/common/activation.cuh"
 #include "csrc/common/warp.cuh"
@@ -110,20 +110,26 @@ static_assert(kDepth == 128, "rows of a stage are as long as the swizzled rows o
 static_assert(kTileRows / kCluster <= 256 && kTileColumns <= 256, "a box of the TMA has at most 256 rows");
 static_assert((kTileRows + kTileColumns) * kDepth < 1 << 20, "a barrier counts fewer than 2^20 bytes");
 
+// The queue of tiles, and the barriers. The last three are those of TileScheduler, which not every kernel uses.
+template <int kRingStages>
+struct Ring {
+  OutputTile tiles[kTilesAhead];
+  Barrier full[kRingStages];
+  Barrier empty[kRingStages];
+  Barrier tile_full[kTilesAhead];
+  Barrier tile_empty[kTilesAhead];
+  Barrier next_full;
+  Barrier next_empty;
+  int32_t next_tile;
+};
+
 struct alignas(1024) Shared {
   uint8_t rows[kStages][kTileRows * kDepth];
   uint8_t columns[kStages][kTileColumns * kDepth];
   uint8_t staging[kMathGroups][kStagingBytes];
   float row_scale[kStages][kTileRows];
   float column_scale[kStages][kTileColumns];
-  OutputTile tiles[kTilesAhead];
-  Barrier full[kStages];
-  Barrier empty[kStages];
-  Barrier tile_full[kTilesAhead];
-  Barrier tile_empty[kTilesAhead];
-  Barrier next_full;
-  Barrier next_empty;
-  int32_t next_tile;
+  Ring<kStages> ring;
 };
 
 constexpr int kMostSharedBytes = 227 * 1024;  // of one block on Hopper
@@ -135,22 +141,25 @@ static_assert(offsetof(Shared, rows) % 1024 == 0 && sizeof(Shared::rows[0]) % 10
 static_assert(offsetof(Shared, columns) % 1024 == 0 && sizeof(Shared::columns[0]) % 1024 == 0);
 static_assert(offsetof(Shared, staging) % 1024 == 0 && kBoxBytes % 1024 == 0);
 
-// Addresses of the members that all kernels have in shared memory: the tiles and the barriers. Not every kernel has the
-// last three, those of TileScheduler.
+// Addresses in the ring that all kernels have in shared memory.
 template <typename Memory>
 struct RingAddresses {
   uint32_t base;
 
   __device__ OutputTile* TileSlot(int slot) const {
-    return static_cast<OutputTile*>(__cvta_shared_to_generic(base + offsetof(Memory, tiles))) + slot;
+    return static_cast<OutputTile*>(__cvta_shared_to_generic(base + offsetof(Memory, ring.tiles))) + slot;
   }
-  __device__ uint32_t Full(int stage) const { return base + offsetof(Memory, full) + stage * sizeof(Barrier); }
-  __device__ uint32_t Empty(int stage) const { return base + offsetof(Memory, empty) + stage * sizeof(Barrier); }
-  __device__ uint32_t TileFull(int slot) const { return base + offsetof(Memory, tile_full) + slot * sizeof(Barrier); }
-  __device__ uint32_t TileEmpty(int slot) const { return base + offsetof(Memory, tile_empty) + slot * sizeof(Barrier); }
-  __device__ uint32_t NextFull() const { return base + offsetof(Memory, next_full); }
-  __device__ uint32_t NextEmpty() const { return base + offsetof(Memory, next_empty); }
-  __device__ uint32_t NextTile() const { return base + offsetof(Memory, next_tile); }
+  __device__ uint32_t Full(int stage) const { return base + offsetof(Memory, ring.full) + stage * sizeof(Barrier); }
+  __device__ uint32_t Empty(int stage) const { return base + offsetof(Memory, ring.empty) + stage * sizeof(Barrier); }
+  __device__ uint32_t TileFull(int slot) const {
+    return base + offsetof(Memory, ring.tile_full) + slot * sizeof(Barrier);
+  }
+  __device__ uint32_t TileEmpty(int slot) const {
+    return base + offsetof(Memory, ring.tile_empty) + slot * sizeof(Barrier);
+  }
+  __device__ uint32_t NextFull() const { return base + offsetof(Memory, ring.next_full); }
+  __device__ uint32_t NextEmpty() const { return base + offsetof(Memory, ring.next_empty); }
+  __device__ uint32_t NextTile() const { return base + offsetof(Memory, ring.next_tile); }
 };
 
 // Addresses of the members of Shared.
@@ -343,14 +352,20 @@ __device__ __forceinline__ void Scale(float factor, Fragment& sum) {
 }
 
 // Replaces the gate by SwiGLU. Rounds both inputs to T first, so that the result is that of a pass over the stored
-// product.
+// product. Rounds two at once: for one number of bfloat16, nvcc uses the slow unit that computes exponentials.
 template <typename T>
 __device__ __forceinline__ void ApplySwiGlu(const Fragment& factor, Fragment& gate) {
   const ActivationFunctions<ActivationKind::kSwiGlu> swiglu{};
-  const auto round = [](float value) { return static_cast<float>(static_cast<T>(value)); };
+  const auto round = [](const float* pair) {
+    if constexpr (std::is_same_v<T, __half>) return __half22float2(__floats2half2_rn(pair[0], pair[1]));
+    return __bfloat1622float2(__floats2bfloat162_rn(pair[0], pair[1]));
+  };
 #pragma unroll
-  for (int i = 0; i < Fragment::kValues; ++i) {
-    gate.value[i] = swiglu.Activate(round(gate.value[i])) * round(factor.value[i]);
+  for (int i = 0; i < Fragment::kValues; i += 2) {
+    const float2 gates = round(gate.value + i);
+    const float2 factors = round(factor.value + i);
+    gate.value[i] = swiglu.Activate(gates.x) * factors.x;
+    gate.value[i + 1] = swiglu.Activate(gates.y) * factors.y;
   }
 }
 

@@ -70,7 +70,10 @@ class TokenTiles {
       : operands_(operands), tables_(table), wide_(static_cast<int32_t>(CeilDiv(operands.features, Tile::kColumns))) {}
 
   __device__ const OutputTile& At(int32_t index) {
-    if (const int32_t element = index / operands_.element_cluster_tiles; element != element_) Enter(element);
+    if (const int32_t element = index / operands_.element_cluster_tiles; element != element_) {
+      element_ = element;
+      group_ = after_ = 0;
+    }
     tile_.stages = 0;
     const int32_t row_tile = index / wide_;  // counted through the batch, as in the table
     if (row_tile >= after_ && !Find(row_tile)) return tile_;
@@ -88,12 +91,6 @@ class TokenTiles {
   __device__ int32_t FirstScaleBlock() const { return first_scale_block_; }
 
  private:
-  __device__ void Enter(int32_t element) {
-    element_ = element;
-    group_ = 0;
-    after_ = 0;
-  }
-
   // Advances to the group that contains row `row_tile` of tiles. Returns false if there is none. The lanes inspect 32
   // groups at once. They issue all loads about these groups before any of the values arrives.
   __device__ bool Find(int32_t row_tile) {
