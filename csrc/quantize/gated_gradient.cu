@@ -1,8 +1,9 @@
 // The backward pass of a gated activation, quantized: the gradient of the activation's input in both orientations, and
 // the columns of the activation's result. Each SM has one block, which takes one tile of up to 128 rows and 128 gates
 // after the other. All three results of a tile are computed from one copy of the inputs and are quantized from
-// registers, while the inputs of the next tile are copied to shared memory. Two kernels, one for the gradient and one
-// for the activation's result, took about 1.6 times as long on an H200.
+// registers, while the inputs of the next tile are copied to shared memory. Warps arrive at a barrier, do other work,
+// and only then wait for the others, so that loads, arithmetic and stores of different warps overlap. Two kernels, one
+// for the gradient and one for the activation's result, took about 1.6 times as long on an H200.
 
 #include "csrc/quantize/pass.cuh"
 
@@ -10,6 +11,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cuda/ptx>
 
 #include "csrc/common/activation.cuh"
 #include "csrc/common/device.h"
@@ -30,8 +32,8 @@ struct PassTile {
 };
 
 // Iterator over the tiles of a block, in shared memory. One thread at a time uses it. Blocks take work items as they
-// become free, because some items have more passes than others. The item after the next one is taken while the next one
-// is looked up, so that a thread waits for memory once per item.
+// become free, because some items have more passes than others. The next item is taken while an item is looked up, so
+// that the thread waits for memory once per item.
 class TileIterator {
  public:
   __device__ void Start(const QuantizeArguments& args, uint32_t column_tiles) {
@@ -39,17 +41,16 @@ class TileIterator {
     count_ = WorkItem::Count(args, column_tiles);
     index_ = Take(args);
     LookUp(args);
-    Advance(args);
   }
 
   // Returns the next tile.
   __device__ PassTile Next(const QuantizeArguments& args) {
-    while (current_.chunks != nullptr && turn_ == current_.passes) Advance(args);
-    if (current_.chunks == nullptr) return {};
-    const int begin = current_.begins[turn_];
-    const int count = current_.ends[turn_] - begin;
+    while (item_.chunks != nullptr && turn_ == item_.passes) LookUp(args);
+    if (item_.chunks == nullptr) return {};
+    const int begin = item_.begins[turn_];
+    const int count = item_.ends[turn_] - begin;
     ++turn_;
-    return {current_.chunks + begin, count, current_.first_column};
+    return {item_.chunks + begin, count, item_.first_column};
   }
 
  private:
@@ -67,42 +68,32 @@ class TileIterator {
 
   __device__ static uint32_t Take(const QuantizeArguments& args) { return atomicAdd(&args.windows->taken, 1u); }
 
-  __device__ void Advance(const QuantizeArguments& args) {
-    current_ = next_;
-    turn_ = 0;
-    LookUp(args);
-  }
-
   __device__ void LookUp(const QuantizeArguments& args) {
-    const uint32_t index = index_;
-    if (index >= count_) {
-      next_ = {};
+    turn_ = 0;
+    if (index_ >= count_) {
+      item_ = {};
       return;
     }
-    const uint32_t following = Take(args);
-    const WorkItem work(args, index, column_tiles_);
+    const uint32_t next = Take(args);
+    const WorkItem work(args, index_, column_tiles_);
     const Window& window = work.exists ? *WindowAt(args, work.element, work.window) : *args.windows;
-    const int num_passes = window.num_passes;
-    Item item{window.chunks, 0, {}, {}, work.first_column};
+    const auto passes = static_cast<int>(CeilDiv(window.num_passes - work.part, Window::kParts));
+    Item item{window.chunks, work.exists ? max(passes, 0) : 0, {}, {}, work.first_column};
 #pragma unroll
     for (int i = 0; i < kMostPasses; ++i) {
       // Read before it is known whether the pass exists.
       item.begins[i] = window.pass_begins[work.part + i * Window::kParts];
       item.ends[i] = window.pass_begins[work.part + i * Window::kParts + 1];
     }
-    if (work.exists) {
-      for (int pass = work.part; pass < num_passes; pass += Window::kParts) ++item.passes;
-    }
-    next_ = item;
-    index_ = following;
+    item_ = item;
+    index_ = next;
   }
 
   uint32_t column_tiles_;
   uint32_t count_;
   uint32_t index_;  // the work item that was taken last
-  Item current_;
-  int turn_;  // the passes of the current item that were returned
-  Item next_;
+  Item item_;       // the one before
+  int turn_;        // its passes that were returned
 };
 
 // Arguments of the kernel besides those of every quantization, whose results are those of the gradient.
@@ -133,6 +124,15 @@ constexpr int kGateGradient = 0;
 constexpr int kFactorGradient = 1;
 constexpr int kActivated = 2;
 
+// Events of a tile. Each has a barrier in shared memory, at which every thread arrives once and waits once per tile.
+enum GatedEvent {
+  kAmaxTold,       // the largest values of columns and of warps are in shared memory
+  kScalesFound,    // the scales of columns are there, too, and the tile after the next one
+  kColumnsStaged,  // the data of columns are there, and the chunks of the tile after the next one
+  kColumnsRead,    // the tile is no longer read
+  kGatedEvents
+};
+
 struct GatedShared {
   static constexpr int kInputs = 3;  // gates, factors and gradients
   static constexpr int kTiles = 3;   // the current one and the next two
@@ -152,6 +152,7 @@ struct GatedShared {
   TileIterator walk;
   PassTile tiles[kTiles];
   Pass passes[kTiles];  // in a slot that does not exist: a chunk without rows
+  uint64_t barriers[kGatedEvents];
 };
 static_assert(sizeof(GatedShared) <= 227 * 1024, "more than a block can have on Hopper and Blackwell");
 
@@ -168,6 +169,7 @@ class GatedGradient {
   // Quantizes the tiles of the block. All threads of the block must call it.
   __device__ void Run() {
     if (threadIdx.x == 0) {
+      for (uint64_t& barrier : shared_.barriers) cuda::ptx::mbarrier_init(&barrier, kGatedThreads);
       shared_.walk.Start(args_.gradient, args_.ColumnTiles());
       for (int i = 0; i < 2; ++i) shared_.tiles[i] = shared_.walk.Next(args_.gradient);
     }
@@ -180,11 +182,12 @@ class GatedGradient {
     int current = 0;
     int next = 1;
     int after = 2;
+    uint32_t parity = 0;
 #pragma unroll 1
     while (shared_.tiles[current].chunks != nullptr) {
-      if (threadIdx.x == kGatedThreads - 32) shared_.tiles[after] = shared_.walk.Next(args_.gradient);
       const float next_weight = LoadWeight(next);
-      Quantize(current, weight, next, after);
+      Quantize(current, weight, next, after, parity);
+      parity ^= 1;
       weight = next_weight;
       const int free = current;
       current = next;
@@ -194,6 +197,12 @@ class GatedGradient {
   }
 
  private:
+  __device__ void Arrive(GatedEvent event) const { (void)cuda::ptx::mbarrier_arrive(&shared_.barriers[event]); }
+  // Waits for the event of the tile whose number has this parity.
+  __device__ void Wait(GatedEvent event, uint32_t parity) const {
+    while (!cuda::ptx::mbarrier_try_wait_parity(&shared_.barriers[event], parity)) continue;
+  }
+
   __device__ static int Slot() { return Warp() / 2; }
   // The part of the tile that the lane has, counted in 4 rows.
   __device__ static int Part() { return threadIdx.x / 16; }
@@ -224,29 +233,32 @@ class GatedGradient {
   // Starts to copy the inputs of a tile. Rows that do not exist become zeros.
   __device__ void Copy(int tile) const {
     const Chunk& chunk = SlotChunk(tile);
-    const int rows = chunk.rows - FirstRow();
-    const int64_t first_row = int64_t{chunk.first_row} + FirstRow();
-    const uint32_t column = shared_.tiles[tile].first_column + Column();
     const int64_t gates = args_.Gates();
-    const T* gate = static_cast<const T*>(args_.inputs) + first_row * 2 * gates + column;
-    const T* gradient = static_cast<const T*>(args_.gradients) + first_row * gates + column;
+    const int64_t column = shared_.tiles[tile].first_column + Column();
+    const T* gate = static_cast<const T*>(args_.inputs) + int64_t{chunk.first_row} * 2 * gates + column;
+    const T* gradient = static_cast<const T*>(args_.gradients) + chunk.first_row * gates + column;
+    const void* const first[GatedShared::kInputs] = {gate, gate + gates, gradient};
+    const auto row_bytes = static_cast<uint32_t>(gates * sizeof(T));
 #pragma unroll
     for (int i = 0; i < kGatedRows; ++i) {
-      const bool exists = i < rows;
-      CopyAsync(&shared_.staged[0][i][threadIdx.x], exists ? gate : args_.inputs, exists);
-      CopyAsync(&shared_.staged[1][i][threadIdx.x], exists ? gate + gates : args_.inputs, exists);
-      CopyAsync(&shared_.staged[2][i][threadIdx.x], exists ? gradient : args_.gradients, exists);
-      gate += 2 * gates;
-      gradient += gates;
+      const bool exists = FirstRow() + i < chunk.rows;
+      const uint64_t row = exists ? FirstRow() + i : 0;
+#pragma unroll
+      for (int input = 0; input < GatedShared::kInputs; ++input) {
+        const uint32_t stride = input < 2 ? 2 * row_bytes : row_bytes;
+        CopyAsync(&shared_.staged[input][i][threadIdx.x], static_cast<const char*>(first[input]) + row * stride,
+                  exists);
+      }
     }
   }
 
-  // Quantizes a tile. Starts to copy the inputs of the next one, and loads the chunks of the one after that.
-  __device__ void Quantize(int tile, float weight, int next, int after) const {
+  // Quantizes a tile. Starts to copy the inputs of the next one, and finds the tile after that and its chunks.
+  __device__ void Quantize(int tile, float weight, int next, int after, uint32_t parity) const {
     const Chunk& chunk = SlotChunk(tile);
     const uint32_t first_column = shared_.tiles[tile].first_column;
     Patch gate_gradients;
     Patch factor_gradients;
+    Pair::Largest activated_amax[4]{};
     float given_gradient = 1.0f;
     float given_activated = 1.0f;
     if constexpr (!kBlockScales) {
@@ -256,8 +268,10 @@ class GatedGradient {
       }
     }
     WaitForCopies();
-    const uint32_t activated = Compute(chunk, first_column, weight, gate_gradients, factor_gradients);
+    const uint32_t activated = Compute(chunk, first_column, weight, gate_gradients, factor_gradients, activated_amax);
     Copy(next);
+    Wait(kColumnsRead, parity ^ 1);  // of the tile before
+    TellAmax(kActivated, activated_amax);
     uint32_t row_amax[2 * kGatedRows];
     const uint32_t gate_amax = FindAmax(kGateGradient, gate_gradients, row_amax);
     const uint32_t largest = max(gate_amax, FindAmax(kFactorGradient, factor_gradients, row_amax + kGatedRows));
@@ -265,20 +279,20 @@ class GatedGradient {
       shared_.warp_amax[0][Warp()] = largest;
       shared_.warp_amax[1][Warp()] = activated;
     }
+    Arrive(kAmaxTold);
     const float scale = kBlockScales ? 1.0f : ClampScale(given_gradient).scale;
-    float scales[2 * kGatedRows];
-    FindRowScales(chunk, first_column, row_amax, scale, scales);
-    WriteRows(chunk, first_column, gate_gradients, scales);
-    WriteRows(chunk, first_column + args_.Gates(), factor_gradients, scales + kGatedRows);
-    __syncthreads();
+    const float row_scale = kBlockScales ? FindRowScale(chunk, first_column, row_amax) : scale;
+    Wait(kAmaxTold, parity);
 
+    // The last warp finds no scales of columns, so it has the time to wait for memory.
+    if (threadIdx.x == kGatedThreads - 32) shared_.tiles[after] = shared_.walk.Next(args_.gradient);
     RecordAmaxes(tile);
+    if constexpr (kBlockScales) FindColumnScales(tile);
+    Arrive(kScalesFound);
+    WriteRows(chunk, first_column, gate_gradients, row_scale, 0);
+    Wait(kScalesFound, parity);
+
     const uint32_t word = LoadChunk(after);
-    if constexpr (kBlockScales) {
-      FindColumnScales(tile);
-      __syncthreads();
-    }
-    StoreChunk(after, word);
     const float activated_scale = kBlockScales ? 1.0f : ClampScale(given_activated).scale;
     StageColumns<Fp8>(tile, kGateGradient, gate_gradients, scale);
     StageColumns<Fp8>(tile, kFactorGradient, factor_gradients, scale);
@@ -286,9 +300,13 @@ class GatedGradient {
 #pragma unroll
     for (int i = 0; i < kGatedRows; ++i) LoadActivated(i, activated_patch[i]);
     StageColumns<E4m3>(tile, kActivated, activated_patch, activated_scale);
-    __syncthreads();
+    StoreChunk(after, word);
+    Arrive(kColumnsStaged);
+    WriteRows(chunk, first_column + args_.Gates(), factor_gradients, row_scale, kGatedRows);
+    Wait(kColumnsStaged, parity);
+
     WriteColumns(tile);
-    __syncthreads();
+    Arrive(kColumnsRead);
   }
 
   __device__ void StoreActivated(int row, const Pair (&pairs)[4]) const {
@@ -301,11 +319,11 @@ class GatedGradient {
   }
 
   // Computes the lane's part of the results, and writes the inner products. The activation's result goes to shared
-  // memory: there are too few registers for three results. Returns the bits of its largest value in the warp.
+  // memory: there are too few registers for three results. Raises the largest values of its columns, from 0, and
+  // returns the bits of that in the warp.
   __device__ uint32_t Compute(const Chunk& chunk, uint32_t first_column, float weight, Patch& gate_gradients,
-                              Patch& factor_gradients) const {
+                              Patch& factor_gradients, Pair::Largest (&activated_amax)[4]) const {
     float products[kGatedRows]{};
-    Pair::Largest largest[4]{};
     WithActivation<true>(args_.activation, [&](auto functions) {
 #pragma unroll
       for (int i = 0; i < kGatedRows; ++i) {
@@ -329,13 +347,13 @@ class GatedGradient {
                   &factor_gradients[i][j].values.x, &activated[j].values.x);
           compute(inputs[0][j].Second(), inputs[1][j].Second(), inputs[2][j].Second(), &gate_gradients[i][j].values.y,
                   &factor_gradients[i][j].values.y, &activated[j].values.y);
-          largest[j] = Pair::AbsMax(largest[j], activated[j]);
+          activated_amax[j] = Pair::AbsMax(activated_amax[j], activated[j]);
         }
         StoreActivated(i, activated);
       }
     });
     if (args_.inner_products != nullptr) WriteInnerProducts(chunk, first_column, products);
-    return FindActivatedAmax(largest);
+    return FindActivatedAmax(activated_amax);
   }
 
   // Adds up the inner products of the lanes of each row, which each have 8 columns, and writes the sums.
@@ -350,10 +368,7 @@ class GatedGradient {
   __device__ static uint32_t LargestOfWarp(const Pair::Largest (&column_amax)[4]) {
     uint32_t largest = 0;
 #pragma unroll
-    for (const Pair::Largest& pair_amax : column_amax) {
-      const uint2 bits = Pair::ToFloatBits(pair_amax);
-      largest = max(largest, max(bits.x, bits.y));
-    }
+    for (const Pair::Largest& pair : column_amax) largest = max(largest, __float_as_uint(MaxOrNan(pair.x, pair.y)));
     return __reduce_max_sync(kFullWarp, largest);
   }
 
@@ -367,24 +382,34 @@ class GatedGradient {
     }
   }
 
+  // The place of a column among 128 amaxes or scales. Every other 4 lanes swap the halves of their 8 columns, or 8
+  // lanes would access the same banks.
+  __device__ static int SwizzledColumn(int column) { return column ^ column / 32 % 2 * 4; }
+  __device__ static float4& Half(float* row, int half) {
+    return *reinterpret_cast<float4*>(row + SwizzledColumn(Column() + 4 * half));
+  }
+
   // Tells the block the largest values of a result's columns.
   __device__ void TellAmax(int result, const Pair::Largest (&column_amax)[4]) const {
     if constexpr (!kBlockScales) return;
-    auto* amax = reinterpret_cast<float4*>(&shared_.amax[result][Part()][Column()]);
-    amax[0] = {column_amax[0].x, column_amax[0].y, column_amax[1].x, column_amax[1].y};
-    amax[1] = {column_amax[2].x, column_amax[2].y, column_amax[3].x, column_amax[3].y};
+    float* amax = shared_.amax[result][Part()];
+    Half(amax, 0) = {column_amax[0].x, column_amax[0].y, column_amax[1].x, column_amax[1].y};
+    Half(amax, 1) = {column_amax[2].x, column_amax[2].y, column_amax[3].x, column_amax[3].y};
   }
 
   // Finds the largest finite absolute values of rows and columns, and makes NaN of infinity. Returns the bits of the
   // warp's largest value.
   __device__ uint32_t FindAmax(int result, Patch& patch, uint32_t* row_amax) const {
-    Pair::Largest column_amax[4]{};
+    Pair::Largest column_amax[4];
 #pragma unroll
     for (int i = 0; i < kGatedRows; ++i) {
+      row_amax[i] = 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) column_amax[j] = Pair::AbsMax(column_amax[j], patch[i][j]);
-      const uint2 bits = PairwiseAmax(patch[i]);
-      row_amax[i] = max(bits.x, bits.y);
+      for (int j = 0; j < 4; ++j) {
+        const Pair::Largest pair = Pair::Absolute(patch[i][j]);
+        column_amax[j] = i == 0 ? pair : Pair::Max(column_amax[j], pair);
+        row_amax[i] = max(row_amax[i], __float_as_uint(MaxOrNan(pair.x, pair.y)));
+      }
     }
     uint32_t largest = LargestOfWarp(column_amax);
     if (largest >= kInfinityBits) {
@@ -402,7 +427,7 @@ class GatedGradient {
     return largest;
   }
 
-  // Does the same for the activation's result. `column_amax` may have values that are not finite.
+  // Does the same for the columns of the activation's result. `column_amax` may have values that are not finite.
   __device__ uint32_t FindActivatedAmax(Pair::Largest (&column_amax)[4]) const {
     uint32_t largest = LargestOfWarp(column_amax);
     if (largest >= kInfinityBits) {
@@ -417,46 +442,39 @@ class GatedGradient {
       }
       largest = LargestOfWarp(column_amax);
     }
-    TellAmax(kActivated, column_amax);
     return largest;
   }
 
-  // Finds the scales of the rows of both gradients, and writes the inverses of scales that are not given. Lanes of a
-  // row divide the scales between them: each computes one, and passes it to the others.
-  __device__ void FindRowScales(const Chunk& chunk, uint32_t first_column, uint32_t (&amax)[2 * kGatedRows],
-                                float given, float (&scales)[2 * kGatedRows]) const {
-    if constexpr (!kBlockScales) {
-#pragma unroll
-      for (float& scale : scales) scale = given;
-    } else {
-      const QuantizeArguments& args = args_.gradient;
-      constexpr int kLanesPerScale = 16 / (2 * kGatedRows);
-      const int step = ReduceSteps<16>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
-      const Scale own = ScaleFromAmax<Fp8>(amax[0], args.scale_rule);
-      const int row = FirstRow() + step % kGatedRows;
-      if (Lane() % kLanesPerScale == 0 && row < RoundUp(chunk.rows, 4)) {
-        const auto half = static_cast<uint32_t>(step / kGatedRows * args_.Gates());
-        const auto block = static_cast<int32_t>((half + first_column) / kBlock);
-        static_cast<float*>(args.row_scale)[RowScalePosition<kMode>(args.layout, chunk, row, block)] =
-            row < chunk.rows ? own.inverse : 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < 2 * kGatedRows; ++i) scales[i] = FromLane(Lane() / 16 * 16 + i * kLanesPerScale, own.scale);
+  static constexpr int kLanesPerScale = 16 / (2 * kGatedRows);
+
+  // Finds the scales of the rows of both gradients, and writes their inverses. Lanes of a row divide the scales between
+  // them. Returns the one that the lane has computed.
+  __device__ float FindRowScale(const Chunk& chunk, uint32_t first_column, uint32_t (&amax)[2 * kGatedRows]) const {
+    const QuantizeArguments& args = args_.gradient;
+    const int step = ReduceSteps<16>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
+    const Scale own = ScaleFromAmax<Fp8>(amax[0], args.scale_rule);
+    const int row = FirstRow() + step % kGatedRows;
+    if (Lane() % kLanesPerScale == 0 && row < RoundUp(chunk.rows, 4)) {
+      const auto half = static_cast<uint32_t>(step / kGatedRows * args_.Gates());
+      const auto block = static_cast<int32_t>((half + first_column) / kBlock);
+      static_cast<float*>(args.row_scale)[RowScalePosition<kMode>(args.layout, chunk, row, block)] =
+          row < chunk.rows ? own.inverse : 0.0f;
     }
+    return own.scale;
   }
 
-  __device__ void WriteRows(const Chunk& chunk, int64_t first_column, const Patch& patch, const float* scales) const {
+  // Quantizes the lane's part of a gradient along its rows. `scale` is the given one, or the one that the lane has: row
+  // i then has that of number first_scale + i.
+  __device__ void WriteRows(const Chunk& chunk, int64_t first_column, const Patch& patch, float scale,
+                            int first_scale) const {
     const int64_t features = args_.gradient.layout.features;
     const int64_t first_row = chunk.first_row + int64_t{FirstRow()};
     uint8_t* out = args_.gradient.row_data + first_row * features + first_column + Column();
 #pragma unroll
     for (int i = 0; i < kGatedRows; ++i) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) pairs[j] = Quantize2<Fp8>(patch[i][j].First(), patch[i][j].Second(), scales[i]);
-      if (FirstRow() + i < chunk.rows) {
-        *reinterpret_cast<uint2*>(out) = {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
-      }
+      const int lane = Lane() / 16 * 16 + (first_scale + i) * kLanesPerScale;
+      const uint2 data = Quantize8<Fp8, false>(patch[i], kBlockScales ? FromLane(lane, scale) : scale);
+      if (FirstRow() + i < chunk.rows) *reinterpret_cast<uint2*>(out) = data;
       out += features;
     }
   }
@@ -491,7 +509,7 @@ class GatedGradient {
       const int chunks = shared_.passes[tile].LastOfBlock(first) + 1 - first;
       constexpr int kParts = kFp8Alignment / kGatedRows;
       static_assert(kParts == 4);
-      const float* amaxes = &shared_.amax[result][first * kParts][column];
+      const float* amaxes = &shared_.amax[result][first * kParts][SwizzledColumn(column)];
       // Each part has its own maximum until the end, or the comparisons would wait for each other.
       float largest[kParts]{};
       const auto compare = [&](int i) {
@@ -509,7 +527,7 @@ class GatedGradient {
       const float amax = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
       const Scale scale = is_gradient ? ScaleFromAmax<Fp8>(__float_as_uint(amax), args.scale_rule)
                                       : ScaleFromAmax<E4m3>(__float_as_uint(amax), args.scale_rule);
-      shared_.scales[result][first][column] = scale.scale;
+      shared_.scales[result][first][SwizzledColumn(column)] = scale.scale;
       inverses[ColumnScalePosition<kMode>(layout, chunk, feature)] = scale.inverse;
       first += chunks;
     }
@@ -523,19 +541,17 @@ class GatedGradient {
   // Quantizes the lane's part of a result along its columns into shared memory.
   template <typename ToFp8>
   __device__ void StageColumns(int tile, int result, const Patch& patch, float given) const {
-    const Chunk& chunk = SlotChunk(tile);
     // The padding is zero even if a scale is NaN.
-    const int existing = chunk.rows - FirstRow();
+    const int existing = SlotChunk(tile).rows - FirstRow();
     const uint32_t mask = existing >= kGatedRows ? kFullWarp : existing <= 0 ? 0 : kFullWarp >> (32 - 8 * existing);
     const int part = Part() % (kFp8Alignment / kGatedRows);
     auto* out = reinterpret_cast<uint32_t*>(&shared_.columns[result][Column()][Swizzled(Slot(), Column())]) +
                 SwizzledPart(part, Column());
     alignas(16) float2 scales[4];
     if constexpr (kBlockScales) {
-      const int first = shared_.passes[tile].FirstOfBlock(Slot());
-      const auto* block_scales = reinterpret_cast<const float4*>(&shared_.scales[result][first][Column()]);
-      reinterpret_cast<float4*>(scales)[0] = block_scales[0];
-      reinterpret_cast<float4*>(scales)[1] = block_scales[1];
+      float* block_scales = shared_.scales[result][shared_.passes[tile].FirstOfBlock(Slot())];
+      reinterpret_cast<float4*>(scales)[0] = Half(block_scales, 0);
+      reinterpret_cast<float4*>(scales)[1] = Half(block_scales, 1);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

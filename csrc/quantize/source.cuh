@@ -68,9 +68,8 @@ struct PairOf<float> {
   float2 values;
   __device__ float First() const { return values.x; }
   __device__ float Second() const { return values.y; }
-  __device__ static Largest AbsMax(Largest largest, PairOf pair) {
-    return Max(largest, {fabsf(pair.values.x), fabsf(pair.values.y)});
-  }
+  __device__ static Largest Absolute(PairOf pair) { return {fabsf(pair.values.x), fabsf(pair.values.y)}; }
+  __device__ static Largest AbsMax(Largest largest, PairOf pair) { return Max(largest, Absolute(pair)); }
   __device__ static Largest Max(Largest a, Largest b) { return {MaxOrNan(a.x, b.x), MaxOrNan(a.y, b.y)}; }
   __device__ static uint2 ToFloatBits(Largest largest) {
     return {__float_as_uint(largest.x), __float_as_uint(largest.y)};

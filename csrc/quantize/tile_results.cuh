@@ -60,29 +60,25 @@ class RowQuantizer {
 
   // Finds the slot's largest finite absolute value and stores it in the exchange. Must precede Quantize.
   __device__ void FindAmax() {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      alignas(16) Pair row[4];
-      state_.tile.Load8(Warp(), RowOfStep(step), Lane() % kRowLanes, row);
-      const uint2 bits = PairwiseAmax(row);
-      amax_[step] = max(bits.x, bits.y);
-      largest = max(largest, amax_[step]);
-    }
-    largest = __reduce_max_sync(kFullWarp, largest);
-    finite_ = largest < kInfinityBits;
-    if (!finite_) {
-      largest = 0;
+    const auto find = [&](const auto& amax) {
+      uint32_t largest = 0;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        __syncwarp();  // One step at a time needs fewer registers.
         alignas(16) Pair row[4];
         state_.tile.Load8(Warp(), RowOfStep(step), Lane() % kRowLanes, row);
-        const uint2 bits = PairwiseFiniteAmax(row);
+        const uint2 bits = amax(row);
         amax_[step] = max(bits.x, bits.y);
         largest = max(largest, amax_[step]);
       }
-      largest = __reduce_max_sync(kFullWarp, largest);
+      return __reduce_max_sync(kFullWarp, largest);
+    };
+    uint32_t largest = find([](const auto& row) { return PairwiseAmax(row); });
+    finite_ = largest < kInfinityBits;
+    if (!finite_) {
+      largest = find([](const auto& row) {
+        __syncwarp();  // One step at a time needs fewer registers.
+        return PairwiseFiniteAmax(row);
+      });
     }
     if (Lane() == 0) state_.exchange.amax[Warp()] = largest;
   }
