@@ -115,11 +115,14 @@ __device__ inline int64_t InScaleTile(int64_t tile, int outer, int inner) {
   return 512 * tile + outer % 32 * 16 + outer / 32 * 4 + inner;
 }
 
+// Returns the number of rowwise kBlock1D scales, with zeros as padding, that `rows` rows have per block of features.
+__device__ inline int64_t ScaleRows(int32_t rows) { return RoundUp(rows, 4); }
+
 // Returns the position of the kBlock1D scale of one row of a group in rowwise data. The group has `rows` rows, and
 // `blocks_before` blocks of 4 rows lie before it.
 __device__ inline int64_t RowBlockScalePosition(int64_t feature_blocks, int32_t blocks_before, int64_t block,
                                                 int32_t rows, int32_t row) {
-  return 4 * (feature_blocks * blocks_before) + block * RoundUp(rows, 4) + row;
+  return 4 * (feature_blocks * blocks_before) + block * ScaleRows(rows) + row;
 }
 
 // Returns the position of the scale of one row of a chunk in rowwise data. `block` counts along the features.

@@ -454,7 +454,7 @@ class GatedGradient {
     const int step = ReduceSteps<16>(amax, [](uint32_t a, uint32_t b) { return max(a, b); });
     const Scale own = ScaleFromAmax<Fp8>(amax[0], args.scale_rule);
     const int row = FirstRow() + step % kGatedRows;
-    if (Lane() % kLanesPerScale == 0 && row < RoundUp(chunk.rows, 4)) {
+    if (Lane() % kLanesPerScale == 0 && row < ScaleRows(chunk.rows)) {
       const auto half = static_cast<uint32_t>(step / kGatedRows * args_.Gates());
       const auto block = static_cast<int32_t>((half + first_column) / kBlock);
       static_cast<float*>(args.row_scale)[RowScalePosition<kMode>(args.layout, chunk, row, block)] =

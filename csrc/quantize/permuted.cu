@@ -48,7 +48,7 @@ __device__ void ZeroScalePadding(const PermutedArguments& args, const GroupTable
     const int32_t rows = table.FirstRow()[group + 1] - table.FirstRow()[group];
     float* scales = args.scale + RowBlockScalePosition(args.feature_blocks, table.BlocksBefore(RowBlock::k4)[group],
                                                        i % args.feature_blocks, rows, 0);
-    for (int64_t row = rows; row < RoundUp(rows, 4); ++row) scales[row] = 0.0f;
+    for (int64_t row = rows; row < ScaleRows(rows); ++row) scales[row] = 0.0f;
   }
 }
 

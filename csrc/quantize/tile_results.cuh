@@ -156,7 +156,7 @@ class RowQuantizer {
       return MxScale(exponent);
     } else {
       const Scale scale = ScaleFromAmax<Fp8>(amax, state_.args.scale_rule);
-      if (Lane() % 2 == 0 && row < RoundUp(chunk.rows, 4)) {
+      if (Lane() % 2 == 0 && row < ScaleRows(chunk.rows)) {
         static_cast<float*>(state_.args.row_scale)[RowScalePosition<kMode>(state_.args.layout, chunk, row, block)] =
             exists ? scale.inverse : 0.0f;
       }

@@ -304,9 +304,10 @@ class RowMap(NamedTuple):
         tokens = spec.fprop.expected_tokens or spec.tokens
         if not gathers_fp8_fast(features[0 if for_gradient else 1], tokens, experts):
             return None
-        quantization = spec.quantization(for_gradient=for_gradient)
-        options: Any = dict(rowwise=True, columnwise=False, dbias=False, gathered_rows=self.order.shape[0])
-        return RowsToQuantize(Gathered(x, self.order, self.inverse), dataclasses.replace(quantization, **options))
+        quantization = spec.quantization(
+            for_gradient=for_gradient, columnwise=False, dbias=False, gathered_rows=self.order.shape[0]
+        )
+        return RowsToQuantize(Gathered(x, self.order, self.inverse), quantization)
 
     def weighted_bias(self, bias: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns the sum of each token's biases, one per expert, times these weights, `float32[T, N]`."""

@@ -397,7 +397,7 @@ class DenseSpec:
         recipe = self.recipe
         assert recipe is not None
         if for_gradient:
-            options |= dict(columnwise=True, dbias=self.bias_dtype is not None)
+            options = dict(columnwise=True, dbias=self.bias_dtype is not None) | options
         return QuantizeSpec(
             recipe.token_mode,
             recipe.grad_dtype if for_gradient else recipe.fwd_dtype,

@@ -85,7 +85,7 @@ __device__ inline uint32_t WaveScale(const Addresses& shared, int stage, int wav
 class RowGatherer {
  public:
   __device__ explicit RowGatherer(const TokenArguments& args)
-      : args_(args), scale_stride_(static_cast<int32_t>(RoundUp(args.gathered_from, 4))) {}
+      : args_(args), scale_stride_(static_cast<int32_t>(ScaleRows(args.gathered_from))) {}
 
   // Loads the indices of a block's tile, whose rows begin with `token`. They arrive while other copies are started.
   __device__ void LoadNext(int64_t token, int32_t rows) {
@@ -253,7 +253,7 @@ __device__ __forceinline__ void StoreQuantized(const TokenArguments& args, const
     const auto found = ScaleFromAmax<E4m3>(amax[half], args.scale_rule);
     scale[half] = found.scale;
     const int32_t row = first_row + position.Row() + 8 * half;
-    if (position.lane % 4 == 0 && row < RoundUp(tile.rows, 4)) {
+    if (position.lane % 4 == 0 && row < ScaleRows(tile.rows)) {
       const int64_t at = RowBlockScalePosition(features / kBlock, tile.scale_block, tile.column / kBlock,
                                                tile.row + tile.rows, tile.row);
       args.activated_scale[at + row] = row < tile.rows ? found.inverse : 0.0f;

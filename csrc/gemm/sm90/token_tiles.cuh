@@ -147,7 +147,7 @@ class StageScales {
  public:
   template <typename Tiles>
   __device__ StageScales(const TokenOperands& operands, const Tiles& tiles, const OutputTile& tile)
-      : stride_(static_cast<int32_t>(RoundUp(tiles.Tokens(), 4))), count_(stride_ - tile.row) {
+      : stride_(static_cast<int32_t>(ScaleRows(tiles.Tokens()))), count_(stride_ - tile.row) {
     token_ =
         operands.token_scale + RowBlockScalePosition(tile.stages, tiles.FirstScaleBlock(), 0, tiles.Tokens(), tile.row);
     const int64_t first = tile.column / kBlock * RoundUp(tile.stages, 4);
