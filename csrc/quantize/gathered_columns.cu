@@ -1,5 +1,6 @@
-// Columnwise quantization of gathered rows of 16-bit numbers with kBlock1D. A warp has up to 128 rows of 32 columns in
-// registers and needs no other warp. Four lanes have a slot: each has 8 columns of its 16 rows, one chunk per column.
+// Columnwise quantization of gathered rows of 16-bit numbers, or of FP8 numbers with scales, with kBlock1D. A warp has
+// up to 128 rows of 32 columns in registers and needs no other warp. Four lanes have a slot: each has 8 columns of its
+// 16 rows, one chunk per column.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -37,25 +38,39 @@ struct StagedColumns {
   __device__ uint4& At(int column, int slot) { return chunks[column][slot ^ column / kLaneColumns * 2]; }
 };
 
-// Loads a lane's columns of a chunk's rows. Rows that do not exist become zero. Whole warps must call it.
-template <typename T>
-__device__ void LoadRows(const PlainSource<T>& source, const Chunk& chunk, uint32_t column, Columns<T>& columns) {
-  // The lanes of a slot divide the indices between them.
-  constexpr int kIndices = kFp8Alignment / kSlotLanes;
-  int32_t indices[kIndices];
+// The lanes of a slot divide the indices of its rows between them: lane i has those of rows 4 i to 4 i + 3.
+constexpr int kIndices = kFp8Alignment / kSlotLanes;
+static_assert(kIndices == 4);
+
+// Loads a lane's indices; -1 for rows that do not exist.
+__device__ void LoadIndices(const int32_t* row_indices, int64_t rows, const Chunk& chunk,
+                            int32_t (&indices)[kIndices]) {
 #pragma unroll
   for (int i = 0; i < kIndices; ++i) {
     const int row = Lane() % kSlotLanes * kIndices + i;
-    const int32_t index = row < chunk.rows ? __ldg(source.row_indices + chunk.first_row + row) : -1;
-    indices[i] = static_cast<uint32_t>(index) < static_cast<uint32_t>(source.rows) ? index : -1;
+    const int32_t index = row < chunk.rows ? __ldg(row_indices + chunk.first_row + row) : -1;
+    indices[i] = static_cast<uint32_t>(index) < static_cast<uint32_t>(rows) ? index : -1;
   }
+}
+
+// Returns what the lane with the index of a slot's row has.
+template <typename T>
+__device__ T OfRow(const T (&owned)[kIndices], int row) {
+  return __shfl_sync(kFullWarp, owned[row % kIndices], row / kIndices, kSlotLanes);
+}
+
+// Loads a lane's columns of a chunk's rows. Rows that do not exist become zero. Whole warps must call it.
+template <typename T>
+__device__ void LoadRows(const PlainSource<T>& source, const Chunk& chunk, uint32_t column, Columns<T>& columns) {
+  int32_t indices[kIndices];
+  LoadIndices(source.row_indices, source.rows, chunk, indices);
   const auto* from = reinterpret_cast<const char*>(source.x + column);
   // An address is then one instruction: a product of 32-bit numbers, and a sum.
   const auto row_bytes = static_cast<uint32_t>(Uniform(static_cast<int32_t>(source.features * sizeof(T))));
   const auto load = [&](bool all) {
 #pragma unroll
     for (int i = 0; i < kFp8Alignment; ++i) {
-      const int32_t index = __shfl_sync(kFullWarp, indices[i % kIndices], i / kIndices, kSlotLanes);
+      const int32_t index = OfRow(indices, i);
       alignas(16) PairOf<T> row[kLanePairs]{};
       if (all || index >= 0) {
         const char* at = from + uint64_t{static_cast<uint32_t>(index)} * row_bytes;
@@ -65,9 +80,32 @@ __device__ void LoadRows(const PlainSource<T>& source, const Chunk& chunk, uint3
       for (int j = 0; j < kLanePairs; ++j) columns[j][i] = row[j];
     }
   };
-  static_assert(kIndices == 4);
   if (__all_sync(kFullWarp, (indices[0] | indices[1] | indices[2] | indices[3]) >= 0)) return load(true);
   load(false);
+}
+
+// The same for rows that have scales, one for all columns of the warp.
+__device__ void LoadRows(const ScaledSource& source, const Chunk& chunk, uint32_t column,
+                         Columns<__nv_bfloat16>& columns) {
+  const ScaledRows& x = source.x;
+  int32_t indices[kIndices];
+  float scales[kIndices];
+  LoadIndices(source.row_indices, x.rows, chunk, indices);
+#pragma unroll
+  for (int i = 0; i < kIndices; ++i) scales[i] = indices[i] >= 0 ? x.LoadScale(indices[i], column) : 0.0f;
+  uint2 bytes[kFp8Alignment];
+#pragma unroll
+  for (int i = 0; i < kFp8Alignment; ++i) {
+    const int32_t index = OfRow(indices, i);
+    bytes[i] = index >= 0 ? x.Load8(index, column) : uint2{};
+  }
+#pragma unroll
+  for (int i = 0; i < kFp8Alignment; ++i) {
+    PairOf<__nv_bfloat16> row[kLanePairs];
+    x.Convert8(bytes[i], OfRow(scales, i), row);
+#pragma unroll
+    for (int j = 0; j < kLanePairs; ++j) columns[j][i] = row[j];
+  }
 }
 
 // Finds the largest finite absolute values of a lane's columns, and makes NaN of infinity. Whole warps must call it.
@@ -162,10 +200,10 @@ __device__ void WriteColumns(const QuantizeArguments& args, const Chunk& chunk, 
 }
 
 // Quantizes a work item. Each warp has a quarter of its columns.
-template <typename Fp8, typename T>
+template <typename Fp8, typename Source>
 __global__ void __launch_bounds__(32 * kWarps, kResidentBlocks)
-    QuantizeGatheredColumns(const __grid_constant__ QuantizeArguments args,
-                            const __grid_constant__ PlainSource<T> source) {
+    QuantizeGatheredColumns(const __grid_constant__ QuantizeArguments args, const __grid_constant__ Source source) {
+  using T = typename Source::Element;
   __shared__ StagedColumns staged[kWarps];
   cudaGridDependencySynchronize();
   const WorkItem work(args, false);
@@ -195,23 +233,25 @@ __global__ void __launch_bounds__(32 * kWarps, kResidentBlocks)
   }
 }
 
-template <typename T>
-Status LaunchOfType(cudaStream_t stream, const Quantization& args) {
+template <typename Source>
+Status LaunchFrom(cudaStream_t stream, const Quantization& args, const Source& source) {
   const bool is_e4m3 = args.output_type == CUDA_R_8F_E4M3;
-  const auto kernel = is_e4m3 ? QuantizeGatheredColumns<E4m3, T> : QuantizeGatheredColumns<E5m2, T>;
+  const auto kernel = is_e4m3 ? QuantizeGatheredColumns<E4m3, Source> : QuantizeGatheredColumns<E5m2, Source>;
   return LaunchEarly("Launching the quantization of gathered columns", stream, {WorkItem::Blocks(args), 32 * kWarps},
-                     kernel, args, MakePlainSource<T>(args));
+                     kernel, args, source);
 }
 
 }  // namespace
 
 bool IsGatheredColumns(const Quantization& args) {
   return args.mode == ScalingMode::kBlock1D && args.row_indices != nullptr && args.row_data == nullptr &&
-         (args.input_type == CUDA_R_16BF || args.input_type == CUDA_R_16F) && args.dbias == nullptr;
+         args.input_type != CUDA_R_32F && args.dbias == nullptr;
 }
 
 Status LaunchGatheredColumns(cudaStream_t stream, const Quantization& args) {
-  return args.input_type == CUDA_R_16F ? LaunchOfType<__half>(stream, args) : LaunchOfType<__nv_bfloat16>(stream, args);
+  if (args.x_scale != nullptr) return LaunchFrom(stream, args, MakeScaledSource(args));
+  if (args.input_type == CUDA_R_16F) return LaunchFrom(stream, args, MakePlainSource<__half>(args));
+  return LaunchFrom(stream, args, MakePlainSource<__nv_bfloat16>(args));
 }
 
 }  // namespace jax_grouped

@@ -16,7 +16,7 @@ from jax_grouped.core.config import config
 from jax_grouped.core.groups import FEATURE_ALIGNMENT, Groups, clamp_offset, round_up
 from jax_grouped.core.values import added_axes, promoted_type, sum_dtype, vary_alike, varying_axes
 from jax_grouped.fp8.arrays import ScaledArray
-from jax_grouped.fp8.layout import QuantizedLayout
+from jax_grouped.fp8.layout import QuantizedLayout, pad_to
 from jax_grouped.fp8.recipes import ScalingMode
 from jax_grouped.kernels import primitive
 from jax_grouped.kernels.partition import GROUP_DIMENSIONS, Operation, Result, Splits, apply, own_groups
@@ -167,10 +167,14 @@ class Gathered(NamedTuple):
 
 
 class RowsToQuantize(NamedTuple):
-    """Rows of tokens as operand a of a quantized product, which quantizes them, or each token once if it gathers."""
+    """Rows of tokens as operand a of a quantized product, which quantizes them, or each token once if it gathers.
+
+    Tokens that have been quantized, with the scales of a stack as `x_scale`, are gathered as they are.
+    """
 
     rows: Gathered
     quantization: QuantizeSpec
+    x_scale: jax.Array | None = None
 
 
 #: Operand of a product. With a recipe, a `ScaledArray`, or `RowsToQuantize` for a. Without, a plain array, or
@@ -214,9 +218,13 @@ def _unpack_quantized(
 ) -> tuple[jax.Array | Gathered, GemmSpec, tuple[jax.Array, ...]]:
     """Returns a, the spec and the scales of a product of quantized operands, as the operation takes them."""
     if isinstance(a, RowsToQuantize):
-        layout = a.quantization.layout(a.rows.x.shape, columnwise=False)
-        spec = dataclasses.replace(spec, a=layout, b=b.layout, gathered="a", quantization=a.quantization)
-        return a.rows, spec, (b.scale_inv,)
+        quantization = a.quantization
+        scales: tuple[jax.Array, ...] = (b.scale_inv,)
+        if a.x_scale is not None:
+            quantization, scales = dataclasses.replace(quantization, given=("x_scale",)), (*scales, a.x_scale)
+        layout = quantization.layout(a.rows.x.shape, columnwise=False)
+        spec = dataclasses.replace(spec, a=layout, b=b.layout, gathered="a", quantization=quantization)
+        return a.rows, spec, scales
     assert isinstance(a, ScaledArray)
     return a.data, dataclasses.replace(spec, a=a.layout, b=b.layout), (a.scale_inv, b.scale_inv)
 
@@ -352,8 +360,9 @@ def multiply_xla(
         return tokens.reshape(layout.num_groups, layout.stack_rows, layout.features)
 
     if spec.quantization is not None:
-        b_scale, *permutation = more
-        a, *a_scale = quantize_permuted_xla(a, *permutation, group_sizes, group_offset, spec=spec.quantization)
+        (b_scale, *x_scale), permutation = more[:-2], more[-2:]
+        groups = group_sizes, group_offset
+        a, *a_scale = quantize_permuted_xla(a, *permutation, *groups, *x_scale, spec=spec.quantization)
         spec, more = dataclasses.replace(spec, gathered=None, quantization=None), (*a_scale, b_scale)
     if spec.gathered is not None:
         a, b = (permute_xla(x, *more) if name == spec.gathered else x for name, x in (("a", a), ("b", b)))
@@ -514,9 +523,7 @@ def _quantize_rows(
     x: jax.Array,
     b: jax.Array,
     b_scale: jax.Array,
-    order: jax.Array,
-    inverse: jax.Array,
-    *,
+    *more: jax.Array,
     groups: Sequence[jax.Array],
     spec: GemmSpec,
     batch: int,
@@ -526,15 +533,21 @@ def _quantize_rows(
     A product that gathers rows reads tokens that are quantized once, as the rows of a single group. Its numbers are the
     same, because blocks lie within a token.
     """
+    *x_scale, order, inverse = more
     quantization, spec = spec.quantization, dataclasses.replace(spec, quantization=None)
     assert quantization is not None
     if not _can_fuse_fp8(b, spec, batch):
-        data, scale, *_ = quantize_permuted_cuda(x, order, inverse, *groups, spec=quantization, batch=batch)
+        data, scale, *_ = quantize_permuted_cuda(x, order, inverse, *groups, *x_scale, spec=quantization, batch=batch)
         return data, (scale, b_scale), dataclasses.replace(spec, gathered=None)
     tokens = x.shape[0]
-    one_group = jnp.full((1,), tokens, jnp.int32), jnp.zeros((1,), jnp.int32)
     once = dataclasses.replace(quantization, num_groups=1, gathered_rows=None, finds_amax=False)
-    data, scale, _ = quantize_cuda(x, *one_group, spec=once, batch=1)
+    if x_scale:
+        # [groups, blocks, rows of a group up to a multiple of 4] -> [blocks, tokens up to a multiple of 4]
+        scales = jnp.moveaxis(x_scale[0][:, :, : tokens // x_scale[0].shape[0]], 0, 1)
+        data, scale = x, pad_to(scales.reshape(-1, tokens), (scales.shape[0], round_up(tokens, 4))).reshape(-1)
+    else:
+        one_group = jnp.full((1,), tokens, jnp.int32), jnp.zeros((1,), jnp.int32)
+        data, scale, _ = quantize_cuda(x, *one_group, spec=once, batch=1)
     row_indices = in_whole_batch(row_tokens(order, inverse), tokens // batch, batch)
     return data, (scale, b_scale, row_indices), spec
 

@@ -163,9 +163,14 @@ def quantize_tokens(
     **operands: jax.Array | None,
 ) -> Oriented:
     """Quantizes `x [T, C]`, or a rowwise stack of `BLOCK_1D` as such, with those of `OPERANDS` that are not None."""
-    data, x_scale = (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
+    data, x_scale = rows_and_scales(x)
     spec, results = quantize(data, groups, spec, previous, x_scale=x_scale, **operands)
     return _scaled_arrays(results, data.shape, groups, spec)
+
+
+def rows_and_scales(x: jax.Array | ScaledArray) -> tuple[jax.Array, jax.Array | None]:
+    """Returns `[T, C]` and, of a stack of quantized blocks, their scales."""
+    return (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
 
 
 def quantize_with_activation(
@@ -212,7 +217,7 @@ def quantize_permuted(
     spec: QuantizeSpec,
 ) -> tuple[ScaledArray, jax.Array | None]:
     """Returns the rowwise copy of the rows of a permutation, reading each token once, and amax if scales are given."""
-    data, x_scale = (x.data.reshape(-1, x.layout.features), x.scale_inv) if isinstance(x, ScaledArray) else (x, None)
+    data, x_scale = rows_and_scales(x)
     operands = {"x_scale": x_scale, "scale": scale}
     given = {name: operand for name, operand in operands.items() if operand is not None}
     arrays = vary_alike(data, order, inverse, *groups, *given.values())

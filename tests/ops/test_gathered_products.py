@@ -27,7 +27,7 @@ from jax_grouped.kernels.product import (
 )
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.kernels.rows import permute_rows, row_tokens
-from jax_grouped.ops.quantize import quantize_tokens
+from jax_grouped.ops.quantize import quantize_permuted, quantize_stack, quantize_tokens, rows_and_scales
 from tests import oracle
 from tests.ops.gathered_rows import Case, Operands
 from tests.ops.quantize_cases import some
@@ -203,6 +203,34 @@ def test_products_of_rows_that_they_quantize_under_vmap(backend: str) -> None:
     for one, element in zip(np.asarray(got, np.float32), elements, strict=True):
         expected = np.asarray(jax.jit(product)(*element.rows.rows, element.groups), np.float32)
         np.testing.assert_array_equal(one[element.defined], expected[element.defined])
+
+
+@pytest.mark.parametrize(("product", "dtype"), [("fprop", "float8_e4m3fn"), ("dgrad", "float8_e5m2")])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_products_of_tokens_that_several_devices_have_quantized(
+    backend: str, name: str, product: Product, dtype: str
+) -> None:
+    rows_case = RowsCase(QUANTIZED[name], product, dtype)
+    x, order, inverse = rows_case.rows.rows
+    quantization = dataclasses.replace(rows_case.rows.quantization, pow2_scales=True)
+    devices = next(count for count in (3, 2, 1) if x.shape[0] % count == 0)
+    stack = dataclasses.replace(quantization, num_groups=devices, stack_rows=x.shape[0] // devices, gathered_rows=None)
+    received = quantize_stack(x.reshape(devices, -1, x.shape[1]), stack).rowwise
+
+    def run(data: Any, scale: Any, order: Any, inverse: Any, kernel: Any, groups: Any) -> list[jax.Array]:
+        tokens = dataclasses.replace(received, data=data, scale_inv=scale)
+        before, _ = quantize_permuted(tokens, groups, order, inverse, spec=quantization)
+        rows, x_scale = rows_and_scales(tokens)
+        gathered = RowsToQuantize(Gathered(rows, order, inverse), quantization, x_scale)
+        return [multiply(a, kernel, groups, rows_case.spec) for a in (gathered, before)]
+
+    more = order, inverse, rows_case.kernel, rows_case.groups
+    got, expected = jax.jit(run)(received.data, received.scale_inv, *more)
+    np.testing.assert_array_equal(got[rows_case.defined], expected[rows_case.defined])
+
+    twice = [jnp.stack([array, array]) for array in (received.data, received.scale_inv)]
+    for one in jax.jit(jax.vmap(lambda *tokens: run(*tokens, *more)))(*twice)[0]:
+        np.testing.assert_array_equal(one[rows_case.defined], expected[rows_case.defined])
 
 
 def test_second_derivatives_are_those_of_the_product_of_copied_rows(backend: str) -> None:
