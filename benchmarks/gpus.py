@@ -85,7 +85,8 @@ def time_in_turns(works: Sequence[JaxWork]) -> list[list[float]]:
 
 def exposed(spans: Sequence[Span]) -> tuple[float, float]:
     """Returns the seconds in which one GPU communicates, and those in which it does nothing else meanwhile."""
-    communicates = [span for span in spans if any(name in span.name.lower() for name in ("nccl", "memcpyp2p"))]
+    words = "nccl", "memcpyp2p", "pushrows", "pushsums", "meet("
+    communicates = [span for span in spans if any(word in span.name.lower() for word in words)]
     computes = [span for span in spans if span not in communicates]
 
     def measure_union(spans: Sequence[Span]) -> float:

@@ -14,7 +14,7 @@ import jax
 
 import jax_grouped
 from jax_grouped.core import config
-from jax_grouped.kernels import primitive
+from jax_grouped.kernels import exchange, primitive
 
 _PACKAGES = ("jax_grouped", "jax", "jaxlib", "jax-cuda13-plugin", "flax")
 _INSTALL_PLUGIN = 'python3 -m pip install "jax[cuda13]" "nvidia-cublas>=13.8,<14"'
@@ -91,6 +91,9 @@ def report(backend: list[str]) -> str:
             f"{count} x {kind}" + (f" (compute capability {capability})" if capability else "")
             for (kind, capability), count in collections.Counter(capabilities).items()
         ]
+        if len(primitive.cuda_devices()) > 1:
+            obstacle = exchange.find_obstacle()
+            rows["exchange"] = [f"collectives of XLA: {obstacle}" if obstacle else "kernels that write over NVLink"]
     version = None
     try:
         rows["extension"] = ["built" if primitive.load_extension() else "not built"]

@@ -76,6 +76,17 @@ Status LaunchEarly(const char* what, cudaStream_t stream, const Grid& grid, void
   return LaunchWith(&attribute, 1, what, stream, grid, kernel, std::forward<Args>(args)...);
 }
 
+// Launches a kernel whose blocks go before those of kernels on other streams that have not begun.
+template <typename... Parameters, typename... Args>
+Status LaunchUrgent(const char* what, cudaStream_t stream, const Grid& grid, void (*kernel)(Parameters...),
+                    Args&&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributePriority;
+  JAX_GROUPED_RETURN_IF_FAILED(
+      Status::FromCuda(cudaDeviceGetStreamPriorityRange(nullptr, &attribute.val.priority), "Asking for priorities"));
+  return LaunchWith(&attribute, 1, what, stream, grid, kernel, std::forward<Args>(args)...);
+}
+
 // Launches a kernel whose blocks wait for each other and must therefore all be resident at once. Fails with
 // cudaErrorCooperativeLaunchTooLarge if they cannot be.
 template <typename... Parameters, typename... Args>

@@ -3,9 +3,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "csrc/common/activation.cuh"
+#include "csrc/common/device.h"
 #include "csrc/common/launch.cuh"
 #include "csrc/common/warp.cuh"
 #include "csrc/groups/layout.h"
@@ -74,16 +76,27 @@ constexpr int kSumBlocks = 4;
 constexpr int kSumVectors = 2;
 constexpr int kFeaturesPerWarp = 32 * kSumVectors * kRowVector;
 
-// One part of a token's features per warp. Neighboring warps have parts of the same token.
-template <typename Pair, bool kWeighted>
-__global__ void __launch_bounds__(32 * kWarps, kSumBlocks)
-    SumRows(const Pair* __restrict__ rows, const int32_t* __restrict__ inverse, const float* __restrict__ weights,
-            Pair* __restrict__ sums, int64_t tokens, int choices, int64_t num_rows, int pairs, int parts) {
+template <typename Pair>
+struct Summands {
+  const Pair* rows;
+  const int32_t* inverse;
+  const float* weights;  // null for 1
+  int64_t num_rows;
+  int choices;
+  int pairs;  // of a row
+};
+
+// Sums one part of a token's features, and writes it to the array that `find_sums` returns. Whole warps must call it.
+template <bool kWeighted, typename Pair, typename FindSums>
+__device__ void SumPart(const Summands<Pair>& summands, int64_t token, int part, const FindSums& find_sums) {
   constexpr int kPairs = kRowVector / 2;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
-  const int64_t token = warp / parts;
-  if (token >= tokens) return;
-  const int first = static_cast<int>(warp % parts) * (kFeaturesPerWarp / 2) + Lane() * kPairs;
+  const Pair* __restrict__ rows = summands.rows;
+  const int32_t* __restrict__ inverse = summands.inverse;
+  const float* __restrict__ weights = summands.weights;
+  const int64_t num_rows = summands.num_rows;
+  const int choices = summands.choices;
+  const int pairs = summands.pairs;
+  const int first = part * (kFeaturesPerWarp / 2) + Lane() * kPairs;
   float2 totals[kSumVectors][kPairs] = {};
   for (int chunk = 0; chunk < choices; chunk += 32) {
     // A choice per lane.
@@ -119,7 +132,7 @@ __global__ void __launch_bounds__(32 * kWarps, kSumBlocks)
       }
     }
   }
-  Pair* to = sums + token * pairs;
+  Pair* to = find_sums();
 #pragma unroll
   for (int v = 0; v < kSumVectors; ++v) {
     const int pair = first + v * 32 * kPairs;
@@ -131,6 +144,39 @@ __global__ void __launch_bounds__(32 * kWarps, kSumBlocks)
   }
 }
 
+// One part of a token's features per warp. Neighboring warps have parts of the same token.
+template <typename Pair, bool kWeighted>
+__global__ void __launch_bounds__(32 * kWarps, kSumBlocks)
+    SumRows(const __grid_constant__ Summands<Pair> summands, Pair* __restrict__ sums, int64_t tokens, int parts) {
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + Warp();
+  const int64_t token = warp / parts;
+  if (token >= tokens) return;
+  SumPart<kWeighted>(summands, token, static_cast<int>(warp % parts), [&] { return sums + token * summands.pairs; });
+}
+
+// Sums tokens of the devices in turn, so that no device gets the sums of all at once.
+template <typename Pair, bool kWeighted>
+__global__ void __launch_bounds__(32 * kWarps, kSumBlocks)
+    PushSums(const __grid_constant__ Summands<Pair> summands, const __grid_constant__ PeerArrays sums,
+             const uint32_t* __restrict__ wanted, int32_t rank, int32_t count, int64_t tokens, int parts) {
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * kWarps;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); i < count * tokens * parts; i += warps) {
+    const int64_t turn = i / parts;
+    const auto device = static_cast<int32_t>((rank + 1 + turn) % count);
+    const int64_t own = turn / count;
+    const int64_t token = device * tokens + own;
+    if ((wanted[token] >> rank & 1) == 0) continue;
+    SumPart<kWeighted>(summands, token, static_cast<int>(i % parts),
+                       [&] { return static_cast<Pair*>(sums.of[device]) + own * summands.pairs; });
+  }
+}
+
+template <typename Pair>
+Summands<Pair> SummandsOf(const SumRowsBuffers& buffers, int choices, int64_t rows, int64_t features) {
+  return {static_cast<const Pair*>(buffers.rows), buffers.inverse, buffers.weights, rows, choices,
+          static_cast<int>(features / 2)};
+}
+
 template <typename Pair>
 Status LaunchSumRowsOf(cudaStream_t stream, const SumRowsBuffers& buffers, int64_t tokens, int choices, int64_t rows,
                        int64_t features) {
@@ -138,9 +184,25 @@ Status LaunchSumRowsOf(cudaStream_t stream, const SumRowsBuffers& buffers, int64
   const dim3 blocks(static_cast<unsigned>(CeilDiv(tokens * parts, kWarps)));
   return Launch("Launching the sums of rows", stream, {blocks, 32 * kWarps},
                 buffers.weights == nullptr ? SumRows<Pair, false> : SumRows<Pair, true>,
-                static_cast<const Pair*>(buffers.rows), buffers.inverse, buffers.weights,
-                static_cast<Pair*>(buffers.sums), tokens, choices, rows, static_cast<int>(features / 2),
+                SummandsOf<Pair>(buffers, choices, rows, features), static_cast<Pair*>(buffers.sums), tokens,
                 static_cast<int>(parts));
+}
+
+template <typename Pair>
+Status LaunchPushSumsOf(cudaStream_t stream, const SumRowsBuffers& buffers, const Peers& peers, const uint32_t* wanted,
+                        const PeerArrays& to, int64_t tokens, int choices, int64_t rows, int64_t features) {
+  DeviceProperties properties;
+  JAX_GROUPED_RETURN_IF_FAILED(GetDeviceProperties(&properties));
+  const int64_t parts = CeilDiv(features, kFeaturesPerWarp);
+  const int64_t blocks =
+      std::min<int64_t>(CeilDiv(peers.count * tokens * parts, kWarps), int64_t{kSumBlocks} * properties.processors);
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchMeeting(stream, peers, Meeting::kFirst));
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchUrgent("Launching the transfer of sums", stream,
+                                            {dim3(static_cast<unsigned>(blocks)), 32 * kWarps},
+                                            buffers.weights == nullptr ? PushSums<Pair, false> : PushSums<Pair, true>,
+                                            SummandsOf<Pair>(buffers, choices, rows, features), to, wanted, peers.rank,
+                                            peers.count, tokens, static_cast<int>(parts)));
+  return LaunchMeeting(stream, peers, Meeting::kLast);
 }
 
 // One feature of a row in the results.
@@ -263,6 +325,13 @@ Status LaunchSumRows(cudaStream_t stream, const SumRowsBuffers& buffers, cudaDat
                      int choices, int64_t rows, int64_t features) {
   if (type == CUDA_R_16F) return LaunchSumRowsOf<__half2>(stream, buffers, tokens, choices, rows, features);
   return LaunchSumRowsOf<__nv_bfloat162>(stream, buffers, tokens, choices, rows, features);
+}
+
+Status LaunchPushSums(cudaStream_t stream, const SumRowsBuffers& buffers, const Peers& peers, const uint32_t* wanted,
+                      const PeerArrays& to, cudaDataType_t type, int64_t tokens, int choices, int64_t rows,
+                      int64_t features) {
+  const auto launch = type == CUDA_R_16F ? LaunchPushSumsOf<__half2> : LaunchPushSumsOf<__nv_bfloat162>;
+  return launch(stream, buffers, peers, wanted, to, tokens, choices, rows, features);
 }
 
 Status LaunchActivationGrad(cudaStream_t stream, const ActivationGradBuffers& buffers, const Activation& activation,

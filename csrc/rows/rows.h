@@ -11,6 +11,7 @@
 
 #include "csrc/common/activation.h"
 #include "csrc/common/status.h"
+#include "csrc/exchange/exchange.h"
 
 namespace jax_grouped {
 
@@ -45,6 +46,13 @@ struct SumRowsBuffers {
 // row.
 Status LaunchSumRows(cudaStream_t stream, const SumRowsBuffers& buffers, cudaDataType_t type, int64_t tokens,
                      int choices, int64_t rows, int64_t features);
+
+// Does so for the tokens of all devices, one device after another, `tokens` of each, and writes the sums into the
+// memory of the token's device, those that it wants, with both meetings: see LaunchPushRows. `sums` of the buffers is
+// not used.
+Status LaunchPushSums(cudaStream_t stream, const SumRowsBuffers& buffers, const Peers& peers, const uint32_t* wanted,
+                      const PeerArrays& to, cudaDataType_t type, int64_t tokens, int choices, int64_t rows,
+                      int64_t features);
 
 // Device memory. Arrays without a type here are of 16-bit numbers, bfloat16 or float16. Rows are of whole vectors. `a`
 // is the activation of the input.

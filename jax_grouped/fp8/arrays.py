@@ -200,9 +200,13 @@ def gather_kernels(own: ScaledArray, storage: Sequence[tuple[str, ...]], layout:
 
 
 def _move_stack(own: ScaledArray, move: Callable[[jax.Array], jax.Array]) -> ScaledArray:
-    data, scale_inv = _move_arrays(own.data, own.scale_inv, move)
-    assert own.layout.stack_rows is not None
-    layout = dataclasses.replace(own.layout, num_groups=len(data), tokens=len(data) * own.layout.stack_rows)
+    return as_stack(*_move_arrays(own.data, own.scale_inv, move), own.layout)
+
+
+def as_stack(data: jax.Array, scale_inv: jax.Array, layout: QuantizedLayout) -> ScaledArray:
+    """Returns a stack of as many groups as there are, each as those of the layout."""
+    assert layout.stack_rows is not None
+    layout = dataclasses.replace(layout, num_groups=len(data), tokens=len(data) * layout.stack_rows)
     return ScaledArray(data, scale_inv, None, layout)
 
 

@@ -40,6 +40,8 @@ CUSTOM_CALL_TARGETS = (
     "jax_grouped_quantize",
     "jax_grouped_quantize_permuted",
     "jax_grouped_dequantize",
+    "jax_grouped_push_rows",
+    "jax_grouped_push_sums",
 )
 
 #: The first cuBLASLt whose grouped matmul is correct in every use that this library makes of it.

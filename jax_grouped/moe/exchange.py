@@ -14,13 +14,15 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_grouped.core.groups import fit_to_capacity, group_rows
 from jax_grouped.core.values import as_array, axis_size, check_type, static_size, vary_alike
-from jax_grouped.fp8.arrays import ScaledArray, exchange_stacks, gather_stack, short_repr
+from jax_grouped.fp8.arrays import ScaledArray, as_stack, exchange_stacks, gather_stack, short_repr
 from jax_grouped.fp8.layout import BLOCK, spread
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
+from jax_grouped.kernels.exchange import Windows, can_push, push_rows
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.kernels.rows import permute_rows, sum_choices
 from jax_grouped.moe.permutation import Permutation, checked_shared
@@ -276,11 +278,23 @@ class Wire(NamedTuple):
         return cls(tokens, results, dresults, dtokens)
 
 
-def gather_tokens(x: jax.Array, axis_name: Hashable, form: RowForm | None) -> Received:
-    """Gathers `[T, C]` to `[D T, C]`."""
+def gather_tokens(
+    x: jax.Array,
+    axis_name: Hashable,
+    form: RowForm | None,
+    windows: Windows | None = None,
+    wanted: jax.Array | None = None,
+) -> Received:
+    """Gathers `[T, C]` to `[D T, C]`. With windows, tokens that this device has not wanted are anything."""
     if form is None or 0 in x.shape:
+        if windows is not None and wanted is not None and can_push(x):
+            return push_rows(windows, wanted, x).reshape(-1, x.shape[1])
         return jax.lax.all_gather(x, axis_name, tiled=True)
-    return gather_stack(_quantized(x[None], form), axis_name)
+    own = _quantized(x[None], form)
+    if windows is not None and wanted is not None:
+        scale_inv = push_rows(windows, jnp.full(own.scale_inv.shape[1], ~np.uint32(0)), own.scale_inv[0])
+        return as_stack(push_rows(windows, wanted, own.data[0]), scale_inv, own.layout)
+    return gather_stack(own, axis_name)
 
 
 def return_parts(parts: jax.Array, axis_name: Hashable, form: RowForm | None) -> Received:
@@ -292,8 +306,15 @@ def return_parts(parts: jax.Array, axis_name: Hashable, form: RowForm | None) ->
     return exchange_stacks(_quantized(device_rows, form), axis_name)
 
 
-def summed(parts: Received) -> jax.Array:
-    """Sums over the devices in float32, as `jax.lax.psum_scatter` would not: `[D, T, C]` to `[T, C]`."""
+def summed(parts: Received, wanted: jax.Array | None = None) -> jax.Array:
+    """Sums over the devices in float32, as `jax.lax.psum_scatter` would not: `[D, T, C]` to `[T, C]`.
+
+    With `wanted`, `uint32[T]`, only parts from devices whose bits a token has.
+    """
+    if wanted is not None:
+        assert not isinstance(parts, ScaledArray)
+        has_part = (wanted >> jnp.arange(parts.shape[0], dtype=jnp.uint32)[:, None]) & 1 > 0
+        parts = jnp.where(has_part[..., None], parts, 0)
     if isinstance(parts, ScaledArray):
         tokens = parts.data.shape[1]
         scales = jnp.swapaxes(parts.scale_inv, 1, 2)[:, :tokens]

@@ -36,11 +36,12 @@ from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.fp8.state import part_of_state
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.bias import add_bias
+from jax_grouped.kernels.exchange import Windows, can_push, push_sums
 from jax_grouped.kernels.partition import split_axes
 from jax_grouped.kernels.product import Gathered, RowsToQuantize, gathers_fp8_fast
 from jax_grouped.kernels.routing import chosen
 from jax_grouped.kernels.rows import activate, activation_grad, gather, row_tokens, sum_choices, sum_rows
-from jax_grouped.moe.exchange import Received, Wire, gather_tokens, return_parts, summed
+from jax_grouped.moe.exchange import Received, RowForm, Wire, gather_tokens, return_parts, summed
 from jax_grouped.moe.permutation import Permutation, checked_shared, permute, unpermute
 from jax_grouped.ops import dense, inputs, quantize
 from jax_grouped.ops.inputs import DenseSpec, GroupSizes, Partitions, Weights, canonical_weights, vary_inputs
@@ -170,6 +171,8 @@ def routed_mlp(
     expert_axis: Hashable | None = None,
     wire: Wire | None = None,
     received: Received | None = None,
+    windows: Windows | None = None,
+    wanted: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
 
@@ -190,10 +193,11 @@ def routed_mlp(
     spec = spec._replace(
         down=dataclasses.replace(spec.down, bias_dtype=None),
         expert_axis=expert_axis,
+        windows=windows,
         wire=wire or Wire(),
         shared_dtype=None if shared is None else shared.dtype,
     )
-    row_map = RowMap(groups, weights, order, inverse, row_tokens(order, inverse), down.bias)
+    row_map = RowMap(groups, weights, order, inverse, row_tokens(order, inverse), down.bias, wanted)
     arrays = ExpertsArrays(*vary_inputs(x, gate_up, down._replace(bias=None), row_map, shared))
     return apply_rule(_experts, arrays._replace(received=received), spec).astype(x.dtype)
 
@@ -269,6 +273,8 @@ class ExpertsSpec(NamedTuple):
     fsdp_axis: Hashable | None = None
     #: Mesh axis along which each device has other experts, and gathers the tokens of all.
     expert_axis: Hashable | None = None
+    #: Of that axis, if its devices write into each other's memory.
+    windows: Windows | None = None
     wire: Wire = Wire()
     shared_dtype: np.dtype | None = None
 
@@ -285,6 +291,8 @@ class RowMap(NamedTuple):
     row_indices: jax.Array | None = None
     #: `[E, N]` of the second product, whose weights then have none.
     bias: jax.Array | None = None
+    #: With windows, who wants each of this device's tokens, and which tokens of all devices this one wants.
+    wanted: tuple[jax.Array, jax.Array] | None = None
 
     def rows(self, x: Any, recipe: Recipe | None) -> Any:
         """Returns the rows of an array of tokens; with a recipe the array, as quantization gathers by `row_indices`."""
@@ -296,10 +304,13 @@ class RowMap(NamedTuple):
         self, x: jax.Array | ScaledArray, spec: DenseSpec, *, for_gradient: bool = False
     ) -> RowsToQuantize | None:
         """Returns the rows of tokens, or of a result's gradient, if a product that quantizes them takes less time."""
-        if self.order is None or self.inverse is None or spec.recipe is None or isinstance(x, ScaledArray):
+        if self.order is None or self.inverse is None or spec.recipe is None:
             return None
-        if spec.recipe.token_mode != ScalingMode.BLOCK_1D or self.order.shape[0] < x.shape[0]:
-            return None  # Scales depend on groups, or most of all devices' tokens have no row on this one.
+        data, x_scale = quantize.rows_and_scales(x)
+        if spec.recipe.token_mode != ScalingMode.BLOCK_1D:
+            return None  # Scales depend on groups.
+        if x_scale is None and self.order.shape[0] < x.shape[0]:
+            return None  # Most of all devices' tokens have no row on this one.
         experts, *features = spec.kernel.shape
         tokens = spec.fprop.expected_tokens or spec.tokens
         if not gathers_fp8_fast(features[0 if for_gradient else 1], tokens, experts):
@@ -307,7 +318,19 @@ class RowMap(NamedTuple):
         quantization = spec.quantization(
             for_gradient=for_gradient, columnwise=False, dbias=False, gathered_rows=self.order.shape[0]
         )
-        return RowsToQuantize(Gathered(x, self.order, self.inverse), quantization)
+        return RowsToQuantize(Gathered(data, self.order, self.inverse), quantization, x_scale)
+
+    def pushes(self, rows: jax.Array, form: RowForm | None) -> bool:
+        """Tells whether sums of rows go straight into the memory of the tokens' devices."""
+        return self.wanted is not None and self.bias is None and form is None and can_push(rows, sums=True)
+
+    def pushed_sums(self, rows: jax.Array, weights: jax.Array | None, windows: Windows | None) -> jax.Array:
+        """Returns the sums for this device's tokens, in float32."""
+        assert windows is not None
+        assert self.wanted is not None
+        assert self.inverse is not None
+        own, of_all = self.wanted
+        return summed(push_sums(windows, of_all, rows, self.inverse, weights), own)
 
     def weighted_bias(self, bias: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns the sum of each token's biases, one per expert, times these weights, `float32[T, N]`."""
@@ -350,7 +373,7 @@ def _experts(arrays: ExpertsArrays, spec: ExpertsSpec) -> jax.Array:
 
 def _forward(primals: Any, spec: ExpertsSpec, *, for_gradients: bool = True) -> tuple[jax.Array, _Saved]:
     x, up, down, row_map, shared, received = dense.primal_values(primals) if for_gradients else primals
-    groups, weights, order, inverse, row_indices, bias = row_map
+    groups, weights, order, inverse, row_indices, bias, _ = row_map
     recipe, fsdp_axis, expert_axis = spec.up.recipe, spec.fsdp_axis, spec.expert_axis
     up_scales, down_scales = dense.given_scales(spec.up, up.fp8_state), dense.given_scales(spec.down, down.fp8_state)
     # Rows that stand are quantized once, for both passes.
@@ -442,6 +465,8 @@ def _gathered_kernels(parts: Any, fsdp_axis: Hashable, after: Any) -> tuple[Any,
 
 def _sums_of_devices(rows: jax.Array, row_map: RowMap, spec: ExpertsSpec) -> jax.Array:
     """Returns the sums for this device's tokens, in float32; one chunk travels while the next one is summed."""
+    if row_map.pushes(rows, spec.wire.results):
+        return row_map.pushed_sums(rows, row_map.weights, spec.windows)
 
     def chunks(tokens: Any) -> list[jax.Array]:
         """Splits `[D T, C]` into arrays that have a part of each device's tokens."""
@@ -465,7 +490,7 @@ def _sums_of_devices(rows: jax.Array, row_map: RowMap, spec: ExpertsSpec) -> jax
 
 def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]:
     x, row_map, hidden, up, down, (up_accumulator, down_accumulator) = saved
-    groups, weights, order, inverse, row_indices, bias = row_map
+    groups, weights, order, inverse, row_indices, bias, wanted = row_map
     recipe, fsdp_axis, expert_axis = spec.up.recipe, spec.fsdp_axis, spec.expert_axis
     zero: Any = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
@@ -483,6 +508,15 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
     if tokens is None:
         # Without the barrier, XLA would find that the forward pass has made these rows, and keep them until now.
         x, dy = jax.lax.optimization_barrier((x, dy.astype(spec.up.x_dtype)))
+    if expert_axis is not None:
+        # The gradient of the bias reads all tokens.
+        wanted_here = None if wanted is None or bias is not None else wanted[0]
+        dy = gather_tokens(dy, expert_axis, spec.wire.dresults, spec.windows, wanted_here)
+        if wanted_here is not None and isinstance(dy, ScaledArray):
+            # The quantization of tokens leaves no room for other kernels: first the scales, then both at once.
+            x, scale_inv = jax.lax.optimization_barrier((x, dy.scale_inv))
+            dy = dataclasses.replace(dy, scale_inv=scale_inv)
+    if tokens is None:
         rows = row_map.rows(x, recipe)
         tokens = dense.quantized_tokens(
             rows, groups, spec.up, up_scales, rowwise=False, row_indices=row_indices
@@ -492,7 +526,6 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         if isinstance(tokens, Gathered):
             features = spec.up.kernel.shape[2]
             tokens = tokens.copied_unless_fast("wgrad", features, zero_tail=spec.up.fprop.zero_other_rows)
-        dy = gather_tokens(dy, expert_axis, spec.wire.dresults)
         dy, tokens = jax.lax.optimization_barrier((dy, tokens))
 
     rows_to_quantize = row_map.rows_to_quantize(dy, spec.down, for_gradient=True)
@@ -560,10 +593,13 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         # Gradients of routing weights travel during dgrad, and those of tokens during wgrad.
         dweights = summed(return_parts(dweights, expert_axis, None))
         drows, dweights = jax.lax.optimization_barrier((drows, dweights))
-        parts = sum_rows(drows, inverse)
-        parts, (wgrad_x, wgrad_dy) = jax.lax.optimization_barrier((parts, (pending.x, pending.dy)))
-        dx = summed(return_parts(parts, expert_axis, spec.wire.dtokens)).astype(parts.dtype)
-        pending = dataclasses.replace(pending, x=wgrad_x, dy=wgrad_dy)
+        if row_map.pushes(drows, spec.wire.dtokens):
+            dx = row_map.pushed_sums(drows, None, spec.windows).astype(drows.dtype)
+        else:
+            parts = sum_rows(drows, inverse)
+            parts, (wgrad_x, wgrad_dy) = jax.lax.optimization_barrier((parts, (pending.x, pending.dy)))
+            dx = summed(return_parts(parts, expert_axis, spec.wire.dtokens)).astype(parts.dtype)
+            pending = dataclasses.replace(pending, x=wgrad_x, dy=wgrad_dy)
     dup = dense.weights_gradient(pending, up_accumulator, fsdp_axis)
     return (ExpertsArrays(dx, dup, ddown, RowMap(zero, dweights, bias=dbias), dshared),)
 

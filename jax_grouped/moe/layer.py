@@ -24,6 +24,7 @@ from jax_grouped.core.values import (
 )
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
+from jax_grouped.kernels.exchange import devices_of, find_windows
 from jax_grouped.kernels.routing import count_choices
 from jax_grouped.moe.exchange import Wire, gather_tokens, plan_exchange, send_rows, send_tokens, sum_returned
 from jax_grouped.moe.experts import Network, as_weights, check_shapes, routed_mlp, weighted_mlp
@@ -382,12 +383,14 @@ def _run_on_device(
         x, weights, *_ = vary_alike(x, weights, gate_up.kernel, me)
         experts, priority, me = vary_alike(experts, priority, me)
         axes = varying_axes(experts)
-        received = gather_tokens(jax.lax.stop_gradient(x), expert_axis, wire.tokens)
+        own_experts = num_experts // devices
+        windows = find_windows(expert_axis) if parallel.exchange == "auto" else None
+        own_wanted = None if windows is None else devices_of(experts, own_experts, devices)
+        received = gather_tokens(jax.lax.stop_gradient(x), expert_axis, wire.tokens, windows, own_wanted)
         if recipe is None:
             # XLA runs one collective at a time. If this one comes before that of the choices, the router and a shared
             # expert run during it. With a recipe, the quantization of kernels does.
             received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
-        own_experts = num_experts // devices
         experts = jax.lax.all_gather(experts, expert_axis, tiled=True) - own_experts * me
         priority = jax.lax.all_gather(priority, expert_axis, tiled=True)
         permutation = group_in_room(
@@ -401,8 +404,21 @@ def _run_on_device(
         )
         has_no_row = (experts >= 0) & (experts < own_experts) & (permutation.inverse == permutation.order.shape[0])
         dropped = jnp.sum(has_no_row.reshape(devices, -1), axis=1, dtype=jnp.int32)
+        wanted_tokens = None
+        if own_wanted is not None:
+            is_wanted = jnp.any((experts >= 0) & (experts < own_experts), axis=1)
+            wanted_tokens = own_wanted, jnp.where(is_wanted, jnp.uint32(1) << me.astype(jnp.uint32), 0)
         y = routed_mlp(
-            x, network, permutation, weights, shared=shared, expert_axis=expert_axis, wire=wire, received=received
+            x,
+            network,
+            permutation,
+            weights,
+            shared=shared,
+            expert_axis=expert_axis,
+            wire=wire,
+            received=received,
+            windows=windows,
+            wanted=wanted_tokens,
         )
         dropped = jax.lax.psum_scatter(dropped, expert_axis, tiled=True)
         # Before JAX 0.11, a barrier makes all of its results vary over the axes of each.

@@ -59,7 +59,9 @@ def test_the_report_is_whole_whatever_is_wrong(environment: dict[str, str], prob
 def test_the_backend_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda *_: [GPU, GPU])
     monkeypatch.setattr(primitive, "find_problem", lambda: None)
-    assert "2 x NVIDIA H200 (compute capability 9.0)" in main.report(["cuda"])
+    report = main.report(["cuda"])
+    assert "2 x NVIDIA H200 (compute capability 9.0)" in report
+    assert rows(report)["exchange"].startswith(("collectives of XLA: ", "kernels that write"))
     assert main.choose_backend() == ["cuda"]
     with jg.config.override(backend="xla"):
         assert main.choose_backend()[0] == "xla"
