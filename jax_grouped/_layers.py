@@ -417,7 +417,7 @@ def make_cache(
     dtype: DTypeLike | None,
     fp8_state: Fp8State | None,
     *,
-    fsdp_axis: str | None = None,
+    fsdp_axis: Hashable | None = None,
     stored: Any = None,
     is_first_microbatch: ArrayLike = True,
     for_gradients: bool = True,

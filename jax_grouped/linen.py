@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -95,7 +95,7 @@ def _weights(
     layer: GroupedDense | GroupedKernel,
     is_first_microbatch: ArrayLike | None,
     x: jax.Array | None = None,
-    fsdp_axis: str | None = None,
+    fsdp_axis: Hashable | None = None,
 ) -> Weights:
     """Returns weights in the shapes of the parameters, which `init` makes. `GroupedDense` has as many rows as `x`."""
     if isinstance(layer, GroupedKernel):
@@ -314,7 +314,7 @@ class GroupedKernel(nn.Module):
         """Returns the product's weights, `kernel [E, K, N]` and what else there is; other fields are None."""
         return flat_weights(self.stored(is_first_microbatch))
 
-    def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
+    def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: Hashable | None = None) -> Weights:
         """Returns the same in the parameters' shapes; inside `jax.shard_map`, parts along `fsdp_axis`, states whole."""
         return self._weights(is_first_microbatch, fsdp_axis=fsdp_axis)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -168,7 +168,7 @@ class GroupedKernel(nnx.Module):
         """Returns the product's weights, `kernel [E, K, N]` and what else there is; other fields are None."""
         return flat_weights(self.stored(is_first_microbatch))
 
-    def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: str | None = None) -> Weights:
+    def stored(self, is_first_microbatch: ArrayLike | None = None, *, fsdp_axis: Hashable | None = None) -> Weights:
         """Returns the same in the parameters' shapes; inside `jax.shard_map`, parts along `fsdp_axis`, states whole."""
         if is_first_microbatch is not None and self.kernel_cache is None:
             raise ValueError("is_first_microbatch needs a layer with cache_kernel=True.")

@@ -131,6 +131,11 @@ def promoted_type(*values: Any) -> np.dtype:
         return jnp.result_type(*values)
 
 
+def axis_names(axes: Any) -> tuple[Any, ...]:
+    """Returns the names of no mesh axis, None, of one, its name, or of several, a sequence."""
+    return () if axes is None else (*axes,) if isinstance(axes, tuple | list) else (axes,)
+
+
 def axis_size(axis_name: Hashable) -> int:
     """Returns the number of devices of the axis. Raises ValueError outside `jax.shard_map` and `jax.pmap` over it."""
     try:
@@ -168,7 +173,7 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
 
 def is_tracked(axis_name: Hashable) -> bool:
     """Tells whether JAX tracks what varies over the axis: then the transpose of a sum over it is the identity."""
-    return axis_name in varying_axes(jax.lax.axis_index(axis_name))
+    return {*axis_names(axis_name)} <= varying_axes(jax.lax.axis_index(axis_name))
 
 
 def added_axes(known: frozenset[Any], *arrays: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from jax_grouped.core.config import config
-from jax_grouped.core.values import vary_alike
+from jax_grouped.core.values import axis_names, vary_alike
 from jax_grouped.kernels import primitive
 
 #: `kMostPeers` in csrc.
@@ -74,16 +74,20 @@ def find_windows(axis_name: Hashable) -> Windows | None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
-    if axis_name not in mesh.axis_names or device is None or device.platform != "gpu":
+    if not {*axis_names(axis_name)} <= {*mesh.axis_names} or device is None or device.platform != "gpu":
         return None
-    return windows_of(mesh.shape, axis_name) if mesh.shape[axis_name] <= _MOST_DEVICES else None
+    return windows_of(mesh.shape, axis_name)
 
 
-def windows_of(shape: Mapping[Hashable, int], axis_name: Hashable) -> Windows:
-    """Returns the devices along an axis of a mesh of this shape."""
-    sizes = (*shape.values(),)
-    numbers = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), [*shape].index(axis_name), -1)
-    return Windows(tuple(numbers.reshape(-1).tolist()), shape[axis_name])
+def windows_of(shape: Mapping[Hashable, int], axis_name: Hashable) -> Windows | None:
+    """Returns the devices along axes of a mesh of this shape, if there are not too many, in the order of the mesh."""
+    names, sizes = axis_names(axis_name), (*shape.values(),)
+    axes = [[*shape].index(name) for name in names]
+    group_size = math.prod(shape[name] for name in names)
+    if axes != sorted(axes) or group_size > _MOST_DEVICES:
+        return None
+    numbers = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), axes, range(-len(axes), 0))
+    return Windows(tuple(numbers.reshape(-1).tolist()), group_size)
 
 
 def push_rows(windows: Windows, wanted: jax.Array, x: jax.Array) -> jax.Array:

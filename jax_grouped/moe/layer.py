@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_grouped.core.values import (
     as_array,
     as_int32,
+    axis_names,
     axis_size,
     canonical_dtype,
     check_type,
@@ -293,7 +294,7 @@ def _run_on_device(
             continue
         for name, array in split.items():
             # Sums over the devices would count all features, or tokens, once per device.
-            if axis not in varying_axes(array):
+            if not {*axis_names(axis)} <= varying_axes(array):
                 raise ValueError(
                     f"{name} must be split over the mesh axis {axis!r} (in_specs of jax.shard_map), got {array.shape}, "
                     "the same on every device."

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_grouped.core.values import check_choice, is_bound, repr_of_changes, varying_axes
+from jax_grouped.core.values import axis_names, check_choice, is_bound, repr_of_changes, varying_axes
 from jax_grouped.fp8.arrays import KernelCache, ScaledArray
 from jax_grouped.kernels.partition import known_mesh
 from jax_grouped.moe.routing import Routing
@@ -35,14 +35,14 @@ class Parallel:
     """Options of a mixture of experts on several devices: what each mesh axis splits, and how rows travel.
 
     Attributes:
-        experts: mesh axis that splits the experts and the tokens: these travel to their experts' devices, and results
-            travel back.
+        experts: mesh axis, or several, that split the experts and the tokens: these travel to their experts' devices,
+            and results travel back. The first of several is the slowest, in the order of experts and tokens.
         features: mesh axis that splits `F`, the features inside an expert: each device has a part of the gate's
             features, then a part of up's, and the results are summed over the axis. Inside `jax.shard_map` their
             gradients need its checks on (`check_vma=True`).
-        fsdp: mesh axis that splits the tokens and the storage of the experts, those along `experts` again, in the order
-            of `P((experts, fsdp))`. Each pass gathers the kernels of all its devices, with a recipe as FP8 numbers, and
-            each device gets its part of the sum of their gradients.
+        fsdp: mesh axis, or several, that split the tokens and the storage of the experts, those along `experts` again,
+            in the order of `P((experts, fsdp))`. Each pass gathers the kernels of all its devices, with a recipe as FP8
+            numbers, and each device gets its part of the sum of their gradients.
         batch: further mesh axes that split the tokens of one batch, whose balance loss is that of the whole batch.
         exchange: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them, and
             sums the results of each token: `T` rows travel from each device to each other one. "padded" exchanges a row
@@ -66,9 +66,9 @@ class Parallel:
         assert parallel.token_axes == ("data", "expert") and parallel.storage_axes == ("expert", "data")
     """
 
-    experts: str | None = None
+    experts: str | tuple[str, ...] | None = None
     features: str | None = None
-    fsdp: str | None = None
+    fsdp: str | tuple[str, ...] | None = None
     batch: Sequence[str] = ()
     exchange: ExchangeMethod = "auto"
     dispatch: RowType = "fp8"
@@ -77,26 +77,28 @@ class Parallel:
     __repr__ = repr_of_changes
 
     def __post_init__(self) -> None:
-        for name in ("experts", "features", "fsdp"):
-            axis = getattr(self, name)
-            if axis is not None and not isinstance(axis, str):
-                raise TypeError(f"{name} must be the name of one mesh axis, got {axis!r}.")
-        batch = (self.batch,) if isinstance(self.batch, str) else self.batch
-        if not isinstance(batch, Sequence) or not all(isinstance(axis, str) for axis in batch):
-            raise TypeError(f"batch must be a sequence of names of mesh axes, got {batch!r}.")
-        object.__setattr__(self, "batch", tuple(batch))
+        if self.features is not None and not isinstance(self.features, str):
+            raise TypeError(f"features must be the name of one mesh axis, got {self.features!r}.")
+        for name in ("experts", "fsdp", "batch"):
+            axes = getattr(self, name)
+            axes = axis_names(axes) if axes is None or isinstance(axes, str) else axes
+            if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+                raise TypeError(f"{name} must be the name of a mesh axis or a sequence of names, got {axes!r}.")
+            if len({*axes}) < len(axes):
+                raise ValueError(f"{name} must be different axes, got {tuple(axes)}.")
+            # One axis is its name, so that equal options are equal.
+            axes = tuple(axes) if name == "batch" or len(axes) > 1 else next(iter(axes), None)
+            object.__setattr__(self, name, axes)
         if self.axes.count(self.features) > 1:
             raise ValueError(
                 f"The features axis {self.features!r} must be none of experts, fsdp and batch, because its devices "
                 f"have the same tokens, got {self.experts!r}, {self.fsdp!r} and {self.batch}."
             )
-        if self.fsdp is not None and self.fsdp == self.experts:
+        if both := {*axis_names(self.experts)} & {*axis_names(self.fsdp)}:
             raise ValueError(
-                f"fsdp must be another axis than experts, got {self.fsdp!r} for both: experts alone splits the experts "
+                f"fsdp must be another axis than experts, got {min(both)!r} for both: experts alone splits the experts "
                 "and their storage."
             )
-        if len({*self.batch}) < len(self.batch):
-            raise ValueError(f"batch must be different axes, got {self.batch}.")
         check_choice("exchange", self.exchange, ExchangeMethod)
         for name in ("dispatch", "combine"):
             check_choice(name, getattr(self, name), RowType)
@@ -104,12 +106,13 @@ class Parallel:
     @functools.cached_property
     def storage_axes(self) -> tuple[str, ...]:
         """The axes that split the storage of the experts, in the order of its parts."""
-        return tuple([axis for axis in (self.experts, self.fsdp) if axis is not None])
+        return axis_names(self.experts) + axis_names(self.fsdp)
 
     @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split the tokens."""
-        return *self.batch, *[axis for axis in self.storage_axes[::-1] if axis not in self.batch]
+        split = axis_names(self.fsdp) + axis_names(self.experts)
+        return *self.batch, *[axis for axis in split if axis not in self.batch]
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:

@@ -96,6 +96,10 @@ def test_groups_of_devices_along_one_axis_of_a_mesh() -> None:
 
     assert exchange.windows_of(shape, "expert") == Windows((0, 1, 2, 3, 4, 5), 3)
     assert exchange.windows_of(shape, "data") == Windows((0, 3, 1, 4, 2, 5), 2)
+    shape |= {"local": 2}
+    assert exchange.windows_of(shape, ("data", "local")) == Windows((0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11), 4)
+    assert exchange.windows_of(shape, ("local", "data")) is None
+    assert exchange.windows_of({"data": 33}, "data") is None
 
 
 def test_devices_of_the_experts_of_each_token() -> None:

@@ -93,12 +93,12 @@ def examples(draw: Callable[..., Any]) -> Example:
     if function in LAYERS:
         for axis, size in axes.items():
             role = draw(st.sampled_from([*ROLES, None]))
-            stored = size * math.prod(axes[roles[name]] for name in ("experts", "fsdp") if name in roles)
+            stored = size * math.prod(axes[name] for role in ("experts", "fsdp") for name in roles.get(role, ()))
             divides = sizes[3] % (16 * size) == 0 if role == "features" else sizes[1] % stored == 0
-            if role == "batch":
-                roles[role] = (*roles.get(role, ()), axis)
-            elif divides:
+            if role == "features" and divides:
                 roles.setdefault(role, axis)
+            elif role == "batch" or (role in ("experts", "fsdp") and divides):
+                roles[role] = (*roles.get(role, ()), axis)
         roles.pop(None, None)
     # Routing of arrays whose types are sharded needs names: without, it is refused.
     splits = kind == "auto" or bool(roles) or function in OPERATIONS

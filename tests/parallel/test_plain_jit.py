@@ -142,11 +142,17 @@ def test_what_cannot_be_split_is_named() -> None:
         jg.moe.Parallel(features="expert", batch=("data", "expert"))
     with pytest.raises(ValueError, match="fsdp must be another axis than experts, got 'expert' for both"):
         jg.moe.Parallel(experts="expert", fsdp="expert")
-    # The type checker would refuse several names, and a number, too.
-    with pytest.raises(TypeError, match=r"fsdp must be the name of one mesh axis, got \('data', 'expert'\)"):
-        jg.moe.Parallel(fsdp=("data", "expert"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="batch must be a sequence of names of mesh axes, got 3"):
+    with pytest.raises(ValueError, match="fsdp must be another axis than experts, got 'b' for both"):
+        jg.moe.Parallel(experts=("a", "b"), fsdp=("b", "c"))
+    with pytest.raises(ValueError, match=r"experts must be different axes, got \('a', 'a'\)"):
+        jg.moe.Parallel(experts=("a", "a"))
+    # The type checker would refuse these too.
+    with pytest.raises(TypeError, match=r"features must be the name of one mesh axis, got \('data', 'expert'\)"):
+        jg.moe.Parallel(features=("data", "expert"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="batch must be the name of a mesh axis or a sequence of names, got 3"):
         jg.moe.Parallel(batch=3)  # type: ignore[arg-type]
+    assert jg.moe.Parallel(experts=("a",), fsdp=()) == jg.moe.Parallel(experts="a")
+    assert jg.moe.Parallel(experts=("a", "b"), fsdp="c", batch="d").token_axes == ("d", "c", "a", "b")
 
     mesh = make_mesh(dict(data=2, expert=2))
     mixed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto, AxisType.Explicit))
