@@ -83,7 +83,8 @@ def report(backend: list[str]) -> str:
     if not _installed("jax_grouped"):
         rows["jax_grouped"] = [f"not installed, imported from {Path(jax_grouped.__file__).parent}"]
     rows["python"] = [platform.python_version()]
-    if error := _start_jax():
+    error = _start_jax()
+    if error:
         rows["devices"] = [f"none: JAX does not start: {error}"]
     else:
         capabilities = [(device.device_kind, getattr(device, "compute_capability", None)) for device in jax.devices()]
@@ -91,17 +92,16 @@ def report(backend: list[str]) -> str:
             f"{count} x {kind}" + (f" (compute capability {capability})" if capability else "")
             for (kind, capability), count in collections.Counter(capabilities).items()
         ]
-        if len(primitive.cuda_devices()) > 1:
-            obstacle = exchange.find_obstacle()
-            rows["exchange"] = [f"collectives of XLA: {obstacle}" if obstacle else "kernels that write over NVLink"]
     version = None
     try:
         rows["extension"] = ["built" if primitive.load_extension() else "not built"]
         version = primitive.cublas_version()
-    except ImportError as error:
-        rows["extension"] = [f"does not load: {error}"]
+    except ImportError as broken:
+        rows["extension"] = [f"does not load: {broken}"]
     found = ".".join(map(str, version)) if version else "not loaded"
     needed = ".".join(map(str, primitive.CUBLAS_NEEDED))
+    obstacle = None if error else exchange.find_obstacle()
+    rows["exchange"] = ["none" if error else f"collectives: {obstacle}" if obstacle else "pushes over NVLink"]
     rows["cuBLASLt"] = [f"{found} ({needed} or newer needed)"]
     rows["backend"] = backend
     width = max(map(len, rows)) + 2

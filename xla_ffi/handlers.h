@@ -1,4 +1,4 @@
-// The custom calls. `Initialize` runs outside graph capture; `Execute` may be captured. module.cc captures it before a
+// The custom calls. `Initialize` runs outside graph capture; `Execute` may be captured. stages.h captures it before a
 // program begins, to load its kernels.
 
 #ifndef JAX_GROUPED_XLA_FFI_HANDLERS_H_

@@ -22,10 +22,10 @@ from jax_grouped.core.values import as_array, axis_size, check_type, static_size
 from jax_grouped.fp8.arrays import ScaledArray, as_stack, exchange_stacks, gather_stack, short_repr
 from jax_grouped.fp8.layout import BLOCK, spread
 from jax_grouped.fp8.recipes import Float8BlockScaling, Recipe
-from jax_grouped.kernels.exchange import Windows, can_push, push_rows
+from jax_grouped.kernels.exchange import Push, can_push, push_rows
 from jax_grouped.kernels.quantization import QuantizeSpec
 from jax_grouped.kernels.rows import permute_rows, sum_choices
-from jax_grouped.moe.permutation import Permutation, checked_shared
+from jax_grouped.moe.permutation import Permutation, checked_shared, group_by_expert
 from jax_grouped.ops import inputs
 from jax_grouped.ops.inputs import GroupSizes, scaling_options
 from jax_grouped.ops.quantize import quantize_stack
@@ -252,6 +252,30 @@ def _origins(starts: jax.Array, sizes: jax.Array, origins: jax.Array, *, num_row
     return jnp.min(jnp.where(inside, origins + row - starts, _NOWHERE), axis=1)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HostExchange:
+    """Exchange of equal numbers of rows between all devices of a mesh axis, as `plan_host_exchange` makes it."""
+
+    axis_name: Hashable = dataclasses.field(metadata=dict(static=True))
+
+
+def plan_host_exchange(wanted: jax.Array, room: int, axis_name: Hashable) -> tuple[Permutation, HostExchange]:
+    """Plans how tokens reach each host of an axis once that wants them: `room` to each, in order of the tokens.
+
+    Of more tokens, `wanted` by a host as `bool[T, H]`, it gets some at equal distances. The rows of the permutation are
+    those for each host, `[H * room]`.
+    """
+    tokens, hosts = wanted.shape
+    own = jax.vmap(lambda chosen: group_by_expert(chosen[:, None], 1, capacity=room))(jnp.where(wanted.T, 0, 1))
+    host = jnp.arange(hosts, dtype=jnp.int32)
+    order = jnp.where(own.order < tokens, own.order * hosts + host[:, None], tokens * hosts).reshape(-1)
+    slots = own.inverse[:, :, 0].T
+    inverse = jnp.where(slots < room, slots + room * host, hosts * room)
+    permutation = Permutation(order, inverse, own.group_sizes[:, 0], jnp.sum(own.dropped, dtype=jnp.int32))
+    return permutation, HostExchange(axis_name)
+
+
 class RowForm(NamedTuple):
     """Recipe and FP8 type with which rows are quantized for a transfer."""
 
@@ -282,19 +306,18 @@ def gather_tokens(
     x: jax.Array,
     axis_name: Hashable,
     form: RowForm | None,
-    windows: Windows | None = None,
-    wanted: jax.Array | None = None,
+    push: Push | None = None,
 ) -> Received:
-    """Gathers `[T, C]` to `[D T, C]`. With windows, tokens that this device has not wanted are anything."""
+    """Gathers `[T, C]` to `[D T, C]`, or pushes the tokens that devices need; then others are undefined."""
     if form is None or 0 in x.shape:
-        if windows is not None and wanted is not None and can_push(x):
-            return push_rows(windows, wanted, x).reshape(-1, x.shape[1])
+        if push is not None and can_push(x):
+            return push_rows(push.peers, push.destinations, x).reshape(-1, x.shape[1])
         return jax.lax.all_gather(x, axis_name, tiled=True)
     own = _quantized(x[None], form)
-    if windows is not None and wanted is not None:
-        scale_inv = push_rows(windows, jnp.full(own.scale_inv.shape[1], ~np.uint32(0)), own.scale_inv[0])
-        return as_stack(push_rows(windows, wanted, own.data[0]), scale_inv, own.layout)
-    return gather_stack(own, axis_name)
+    if push is None:
+        return gather_stack(own, axis_name)
+    scale_inv = push_rows(push.peers, jnp.full(own.scale_inv.shape[1], ~np.uint32(0)), own.scale_inv[0])
+    return as_stack(push_rows(push.peers, push.destinations, own.data[0]), scale_inv, own.layout)
 
 
 def return_parts(parts: jax.Array, axis_name: Hashable, form: RowForm | None) -> Received:
@@ -306,14 +329,14 @@ def return_parts(parts: jax.Array, axis_name: Hashable, form: RowForm | None) ->
     return exchange_stacks(_quantized(device_rows, form), axis_name)
 
 
-def summed(parts: Received, wanted: jax.Array | None = None) -> jax.Array:
+def summed(parts: Received, sources: jax.Array | None = None) -> jax.Array:
     """Sums over the devices in float32, as `jax.lax.psum_scatter` would not: `[D, T, C]` to `[T, C]`.
 
-    With `wanted`, `uint32[T]`, only parts from devices whose bits a token has.
+    With `sources`, `uint32[T]`, only parts from devices whose bits a token has.
     """
-    if wanted is not None:
+    if sources is not None:
         assert not isinstance(parts, ScaledArray)
-        has_part = (wanted >> jnp.arange(parts.shape[0], dtype=jnp.uint32)[:, None]) & 1 > 0
+        has_part = (sources >> jnp.arange(parts.shape[0], dtype=jnp.uint32)[:, None]) & 1 > 0
         parts = jnp.where(has_part[..., None], parts, 0)
     if isinstance(parts, ScaledArray):
         tokens = parts.data.shape[1]
@@ -322,14 +345,21 @@ def summed(parts: Received, wanted: jax.Array | None = None) -> jax.Array:
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
-def send_tokens(x: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire) -> jax.Array:
+def send_tokens(
+    x: jax.Array, permutation: Permutation, exchange: Exchange | HostExchange, wire: Wire | None = None
+) -> jax.Array:
     """Computes `send_rows(permute(x, permutation), exchange)`, with each token quantized at most once for the way."""
+    wire = wire or Wire()
     way = _Way(to_experts=True, form=wire.tokens, gradient_form=wire.dtokens)
     return _travel(way, *vary_alike(x, (permutation, exchange)))
 
 
 def sum_returned(
-    rows: jax.Array, permutation: Permutation, exchange: Exchange, wire: Wire, shared: jax.Array | None
+    rows: jax.Array,
+    permutation: Permutation,
+    exchange: Exchange | HostExchange,
+    wire: Wire,
+    shared: jax.Array | None,
 ) -> jax.Array:
     """Computes `unpermute(return_rows(rows, exchange), permutation, shared=shared)`: `[capacity, C]` to `[T, C]`."""
     way = _Way(to_experts=False, form=wire.results, gradient_form=wire.dresults)
@@ -348,15 +378,21 @@ class _Way(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _travel(way: _Way, x: jax.Array, plan: tuple[Permutation, Exchange]) -> jax.Array:
+def _travel(way: _Way, x: jax.Array, plan: tuple[Permutation, Exchange | HostExchange]) -> jax.Array:
     """Sends the rows of tokens to their experts; or sends rows back, and sums those of each token in float32."""
     permutation, exchange = plan
-    axis_name, outgoing, incoming = exchange.axis_name, exchange.outgoing, exchange.incoming
+
+    def move(words: jax.Array) -> jax.Array:
+        if isinstance(exchange, HostExchange):
+            blocks = words.reshape(axis_size(exchange.axis_name), -1, words.shape[1])
+            return jax.lax.all_to_all(blocks, exchange.axis_name, 0, 0).reshape(words.shape)
+        slices = exchange.outgoing, exchange.incoming
+        return _move(exchange.axis_name, words, *(slices if way.to_experts else slices[::-1]))
+
+    words = _words(x, way.form)
     if way.to_experts:
-        words = permute_rows(_words(x, way.form), permutation.order, permutation.inverse)
-        return _rows(_move(axis_name, words, outgoing, incoming), x, way.form)
-    words = _move(axis_name, _words(x, way.form), incoming, outgoing)
-    return sum_choices(_rows(words, x, way.form), permutation.inverse)
+        return _rows(move(permute_rows(words, permutation.order, permutation.inverse)), x, way.form)
+    return sum_choices(_rows(move(words), x, way.form), permutation.inverse)
 
 
 def _travel_forward(way: _Way, x: jax.Array, plan: Any) -> tuple[jax.Array, Any]:

@@ -36,7 +36,7 @@ from jax_grouped.fp8.recipes import Recipe, ScalingMode
 from jax_grouped.fp8.state import part_of_state
 from jax_grouped.kernels.activations import Activation, is_gated
 from jax_grouped.kernels.bias import add_bias
-from jax_grouped.kernels.exchange import Windows, can_push, push_sums
+from jax_grouped.kernels.exchange import Push, can_push, push_sums
 from jax_grouped.kernels.partition import split_axes
 from jax_grouped.kernels.product import Gathered, RowsToQuantize, gathers_fp8_fast
 from jax_grouped.kernels.routing import chosen
@@ -171,8 +171,7 @@ def routed_mlp(
     expert_axis: Hashable | None = None,
     wire: Wire | None = None,
     received: Received | None = None,
-    windows: Windows | None = None,
-    wanted: tuple[jax.Array, jax.Array] | None = None,
+    push: Push | None = None,
 ) -> jax.Array:
     """Computes `unpermute(grouped_mlp(permute(x, permutation), ...), permutation, weights, shared=shared)`.
 
@@ -193,11 +192,10 @@ def routed_mlp(
     spec = spec._replace(
         down=dataclasses.replace(spec.down, bias_dtype=None),
         expert_axis=expert_axis,
-        windows=windows,
         wire=wire or Wire(),
         shared_dtype=None if shared is None else shared.dtype,
     )
-    row_map = RowMap(groups, weights, order, inverse, row_tokens(order, inverse), down.bias, wanted)
+    row_map = RowMap(groups, weights, order, inverse, row_tokens(order, inverse), down.bias, push)
     arrays = ExpertsArrays(*vary_inputs(x, gate_up, down._replace(bias=None), row_map, shared))
     return apply_rule(_experts, arrays._replace(received=received), spec).astype(x.dtype)
 
@@ -273,8 +271,6 @@ class ExpertsSpec(NamedTuple):
     fsdp_axis: Hashable | None = None
     #: Mesh axis along which each device has other experts, and gathers the tokens of all.
     expert_axis: Hashable | None = None
-    #: Of that axis, if its devices write into each other's memory.
-    windows: Windows | None = None
     wire: Wire = Wire()
     shared_dtype: np.dtype | None = None
 
@@ -291,8 +287,8 @@ class RowMap(NamedTuple):
     row_indices: jax.Array | None = None
     #: `[E, N]` of the second product, whose weights then have none.
     bias: jax.Array | None = None
-    #: With windows, who wants each of this device's tokens, and which tokens of all devices this one wants.
-    wanted: tuple[jax.Array, jax.Array] | None = None
+    #: If devices write into each other's memory.
+    push: Push | None = None
 
     def rows(self, x: Any, recipe: Recipe | None) -> Any:
         """Returns the rows of an array of tokens; with a recipe the array, as quantization gathers by `row_indices`."""
@@ -322,15 +318,15 @@ class RowMap(NamedTuple):
 
     def pushes(self, rows: jax.Array, form: RowForm | None) -> bool:
         """Tells whether sums of rows go straight into the memory of the tokens' devices."""
-        return self.wanted is not None and self.bias is None and form is None and can_push(rows, sums=True)
+        return self.push is not None and self.bias is None and form is None and can_push(rows, sums=True)
 
-    def pushed_sums(self, rows: jax.Array, weights: jax.Array | None, windows: Windows | None) -> jax.Array:
+    def pushed_sums(self, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
         """Returns the sums for this device's tokens, in float32."""
-        assert windows is not None
-        assert self.wanted is not None
+        assert self.push is not None
+        assert self.push.needed is not None
         assert self.inverse is not None
-        own, of_all = self.wanted
-        return summed(push_sums(windows, of_all, rows, self.inverse, weights), own)
+        parts = push_sums(self.push.peers, self.push.needed, rows, self.inverse, weights)
+        return summed(parts, self.push.destinations)
 
     def weighted_bias(self, bias: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns the sum of each token's biases, one per expert, times these weights, `float32[T, N]`."""
@@ -464,9 +460,9 @@ def _gathered_kernels(parts: Any, fsdp_axis: Hashable, after: Any) -> tuple[Any,
 
 
 def _sums_of_devices(rows: jax.Array, row_map: RowMap, spec: ExpertsSpec) -> jax.Array:
-    """Returns the sums for this device's tokens, in float32; one chunk travels while the next one is summed."""
+    """Returns the sums for this device's tokens, in float32. Without pushes, chunks travel while others are summed."""
     if row_map.pushes(rows, spec.wire.results):
-        return row_map.pushed_sums(rows, row_map.weights, spec.windows)
+        return row_map.pushed_sums(rows, row_map.weights)
 
     def chunks(tokens: Any) -> list[jax.Array]:
         """Splits `[D T, C]` into arrays that have a part of each device's tokens."""
@@ -490,7 +486,7 @@ def _sums_of_devices(rows: jax.Array, row_map: RowMap, spec: ExpertsSpec) -> jax
 
 def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]:
     x, row_map, hidden, up, down, (up_accumulator, down_accumulator) = saved
-    groups, weights, order, inverse, row_indices, bias, wanted = row_map
+    groups, weights, order, inverse, row_indices, bias, push = row_map
     recipe, fsdp_axis, expert_axis = spec.up.recipe, spec.fsdp_axis, spec.expert_axis
     zero: Any = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
@@ -509,11 +505,11 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         # Without the barrier, XLA would find that the forward pass has made these rows, and keep them until now.
         x, dy = jax.lax.optimization_barrier((x, dy.astype(spec.up.x_dtype)))
     if expert_axis is not None:
-        # The gradient of the bias reads all tokens.
-        wanted_here = None if wanted is None or bias is not None else wanted[0]
-        dy = gather_tokens(dy, expert_axis, spec.wire.dresults, spec.windows, wanted_here)
-        if wanted_here is not None and isinstance(dy, ScaledArray):
-            # The quantization of tokens leaves no room for other kernels: first the scales, then both at once.
+        push = push if bias is None else None  # The gradient of the bias reads all tokens.
+        dy = gather_tokens(dy, expert_axis, spec.wire.dresults, push)
+        if push is not None and isinstance(dy, ScaledArray):
+            # Quantization of tokens fills every SM. Start it after the scales have arrived, so that the push of the FP8
+            # numbers has its SMs by then.
             x, scale_inv = jax.lax.optimization_barrier((x, dy.scale_inv))
             dy = dataclasses.replace(dy, scale_inv=scale_inv)
     if tokens is None:
@@ -594,7 +590,7 @@ def _backward(spec: ExpertsSpec, saved: _Saved, dy: Any) -> tuple[ExpertsArrays]
         dweights = summed(return_parts(dweights, expert_axis, None))
         drows, dweights = jax.lax.optimization_barrier((drows, dweights))
         if row_map.pushes(drows, spec.wire.dtokens):
-            dx = row_map.pushed_sums(drows, None, spec.windows).astype(drows.dtype)
+            dx = row_map.pushed_sums(drows, None).astype(drows.dtype)
         else:
             parts = sum_rows(drows, inverse)
             parts, (wgrad_x, wgrad_dy) = jax.lax.optimization_barrier((parts, (pending.x, pending.dy)))

@@ -25,9 +25,17 @@ from jax_grouped.core.values import (
 )
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
-from jax_grouped.kernels.exchange import devices_of, find_windows
+from jax_grouped.kernels.exchange import Push, find_destinations, find_peers
 from jax_grouped.kernels.routing import count_choices
-from jax_grouped.moe.exchange import Wire, gather_tokens, plan_exchange, send_rows, send_tokens, sum_returned
+from jax_grouped.moe.exchange import (
+    Wire,
+    gather_tokens,
+    plan_exchange,
+    plan_host_exchange,
+    send_rows,
+    send_tokens,
+    sum_returned,
+)
 from jax_grouped.moe.experts import Network, as_weights, check_shapes, routed_mlp, weighted_mlp
 from jax_grouped.moe.parallel import MoEArrays, Parallel, call_on_mesh, mesh_to_split
 from jax_grouped.moe.permutation import Permutation, group_by_expert, permute
@@ -344,6 +352,10 @@ def _run_on_device(
     network = make_network(gate_up, down, fsdp_axis=fsdp_axis if parts > 1 else None)
     recipe = network.recipe
     gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded" and not network.has_lora
+    # With several axes, the first one is between hosts, unless all devices write into each other's memory.
+    host_axes = None
+    if gathers and isinstance(expert_axis, tuple) and axis_size(expert_axis[0]) > 1:
+        host_axes = expert_axis if parallel.exchange == "auto" and find_peers(expert_axis) is None else None
 
     # One operation chooses the experts and groups the pairs, unless pairs are left out or depend on other devices.
     groups_all = exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even"))
@@ -377,54 +389,22 @@ def _run_on_device(
             recipe, dispatch=parallel.dispatch == "fp8" and not network.has_lora, combine=parallel.combine == "fp8"
         )
     if gathers:
-        # Gather the tokens of all devices, apply this device's experts to them, and sum each token's results.
-        me = jax.lax.axis_index(expert_axis)
-        # Mark x and the weights as varying over the axis of features too: their gradients are then summed over it after
-        # the sum of parts, which leaves fewer bytes.
-        x, weights, *_ = vary_alike(x, weights, gate_up.kernel, me)
-        experts, priority, me = vary_alike(experts, priority, me)
-        axes = varying_axes(experts)
-        own_experts = num_experts // devices
-        windows = find_windows(expert_axis) if parallel.exchange == "auto" else None
-        own_wanted = None if windows is None else devices_of(experts, own_experts, devices)
-        received = gather_tokens(jax.lax.stop_gradient(x), expert_axis, wire.tokens, windows, own_wanted)
-        if recipe is None:
-            # XLA runs one collective at a time. If this one comes before that of the choices, the router and a shared
-            # expert run during it. With a recipe, the quantization of kernels does.
-            received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
-        experts = jax.lax.all_gather(experts, expert_axis, tiled=True) - own_experts * me
-        priority = jax.lax.all_gather(priority, expert_axis, tiled=True)
-        permutation = group_in_room(
-            experts,
-            priority,
-            own_experts,
+        apply = functools.partial(
+            _on_gathered_tokens,
+            network=network,
             capacity=capacity,
-            sources=devices,
             drop_by=drop_by,
             distinct=is_chosen,
-        )
-        has_no_row = (experts >= 0) & (experts < own_experts) & (permutation.inverse == permutation.order.shape[0])
-        dropped = jnp.sum(has_no_row.reshape(devices, -1), axis=1, dtype=jnp.int32)
-        wanted_tokens = None
-        if own_wanted is not None:
-            is_wanted = jnp.any((experts >= 0) & (experts < own_experts), axis=1)
-            wanted_tokens = own_wanted, jnp.where(is_wanted, jnp.uint32(1) << me.astype(jnp.uint32), 0)
-        y = routed_mlp(
-            x,
-            network,
-            permutation,
-            weights,
-            shared=shared,
-            expert_axis=expert_axis,
             wire=wire,
-            received=received,
-            windows=windows,
-            wanted=wanted_tokens,
+            pushes=parallel.exchange == "auto",
         )
-        dropped = jax.lax.psum_scatter(dropped, expert_axis, tiled=True)
-        # Before JAX 0.11, a barrier makes all of its results vary over the axes of each.
-        if others := tuple(varying_axes(dropped) - axes):
-            dropped = jax.lax.pmax(dropped, others)
+        if host_axes is not None:
+            y, dropped, host_room = _on_tokens_of_hosts(
+                x, experts, weights, num_experts, router, host_axes, shared, wire, apply
+            )
+            has_room &= host_room == tokens
+        else:
+            y, dropped = apply(x, experts, weights, shared, num_experts, expert_axis)
     else:
         if groups_all:
             order, inverse, group_sizes, no_row = grouped[:4]
@@ -470,6 +450,124 @@ def _run_on_device(
         wanted = jax.lax.psum(vary_alike(load, jax.lax.axis_index(expert_axis))[0], expert_axis)
     needed = jnp.max(jnp.sum(wanted.reshape(devices, -1), axis=1)) / (room or 1)
     return checkpoint_name(y, OUTPUT_NAME), MoEMetrics(loss, load, dropped, z_loss, needed, mean_probabilities, chosen)
+
+
+def _on_gathered_tokens(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    shared: jax.Array | None,
+    num_experts: int,
+    expert_axis: Hashable,
+    *,
+    network: Network,
+    capacity: int,
+    drop_by: DropBy,
+    distinct: bool,
+    wire: Wire,
+    pushes: bool,
+    sources: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
+
+    Returns the sums, and how many pairs of this device's tokens were dropped, `int32[sources]`: those of equal parts of
+    its tokens.
+    """
+    devices, me = axis_size(expert_axis), jax.lax.axis_index(expert_axis)
+    # Mark x and the weights as varying over the axis of features too: their gradients are then summed over it after
+    # the sum of parts, which leaves fewer bytes.
+    x, weights, *_ = vary_alike(x, weights, network.gate_up.kernel, me)
+    priority = jax.lax.stop_gradient(weights)
+    experts, priority, me = vary_alike(experts, priority, me)
+    axes = varying_axes(experts)
+    own_experts = num_experts // devices
+    peers, push = find_peers(expert_axis) if pushes else None, None
+    if peers is not None:
+        push = Push(peers, find_destinations(experts, own_experts, devices))
+    # The rule has the gradient of x. Where derivatives are of any order, those of the second need the gather's.
+    gathered = x if network.recipe is None and push is None else jax.lax.stop_gradient(x)
+    received = gather_tokens(gathered, expert_axis, wire.tokens, push)
+    if network.recipe is None:
+        # XLA runs one collective at a time. If this one comes before that of the choices, the router and a shared
+        # expert run during it. With a recipe, the quantization of kernels does.
+        received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
+    experts = jax.lax.all_gather(experts, expert_axis, tiled=True) - own_experts * me
+    priority = jax.lax.all_gather(priority, expert_axis, tiled=True)
+    permutation = group_in_room(
+        experts,
+        priority,
+        own_experts,
+        capacity=capacity,
+        sources=devices * sources,
+        drop_by=drop_by,
+        distinct=distinct,
+    )
+    is_own = (experts >= 0) & (experts < own_experts)
+    has_no_row = is_own & (permutation.inverse == permutation.order.shape[0])
+    dropped = jnp.sum(has_no_row.reshape(devices * sources, -1), axis=1, dtype=jnp.int32)
+    if push is not None:
+        needed = jnp.where(jnp.any(is_own, axis=1), jnp.uint32(1) << me.astype(jnp.uint32), 0)
+        push = dataclasses.replace(push, needed=needed)
+    y = routed_mlp(
+        x,
+        network,
+        permutation,
+        weights,
+        shared=shared,
+        expert_axis=expert_axis,
+        wire=wire,
+        received=received,
+        push=push,
+    )
+    dropped = jax.lax.psum_scatter(dropped, expert_axis, tiled=True)
+    # Before JAX 0.11, a barrier makes all of its results vary over the axes of each.
+    if others := tuple(varying_axes(dropped) - axes):
+        dropped = jax.lax.pmax(dropped, others)
+    return y, dropped
+
+
+def _on_tokens_of_hosts(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    num_experts: int,
+    router: Router,
+    expert_axes: tuple[str, ...],
+    shared: jax.Array | None,
+    wire: Wire,
+    apply: Callable[..., tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, jax.Array, int]:
+    """Sends each token once to each host that has an expert of it, and there applies `_on_gathered_tokens`.
+
+    A token goes to the device with its own number on the host, and one sum of results comes back. Returns the sums of
+    all hosts, how many pairs were dropped, `int32[1]`, and the room that a host has for tokens of one device.
+    """
+    host_axis, local_axes = expert_axes[0], expert_axes[1:]
+    hosts, tokens, own_experts = axis_size(host_axis), x.shape[0], num_experts // axis_size(host_axis)
+    room = tokens
+    if router.capacity_factor is not None:
+        # The share of tokens that want a host: in hosts of whole groups, a token has top_groups at most.
+        share = 1 - (1 - 1 / hosts) ** router.top_k
+        if router.groups is not None and router.top_groups is not None and router.groups % hosts == 0:
+            share = min(router.top_groups / hosts, share)
+        room = min(tokens, math.ceil(router.capacity_factor * share * tokens))
+    x, experts, weights, shared, me = vary_alike(x, experts, weights, shared, jax.lax.axis_index(host_axis))
+    host = jnp.where((experts >= 0) & (experts < num_experts), experts // own_experts, hosts)
+    permutation, exchange = plan_host_exchange(jnp.any(host[..., None] == jnp.arange(hosts), axis=1), room, host_axis)
+    received = send_tokens(x, permutation, exchange, wire)
+    received_weights = send_tokens(weights, permutation, exchange)
+    # Rows of no token are zero: numbers of experts are sent from 1 on.
+    received_experts = send_tokens(experts + 1, permutation, exchange) - 1 - own_experts * me
+    received_experts = jnp.where(
+        (received_experts >= 0) & (received_experts < own_experts), received_experts, own_experts
+    )
+    local_axis = local_axes[0] if len(local_axes) == 1 else local_axes
+    y, dropped = apply(received, received_experts, received_weights, None, own_experts, local_axis, sources=hosts)
+    y = sum_returned(y, permutation, exchange, wire, shared)
+    dropped = jnp.sum(jax.lax.all_to_all(dropped, host_axis, 0, 0))
+    slots = jnp.pad(permutation.inverse, [(0, 0), (0, 1)], constant_values=-1)  # none of hosts
+    unsent = jnp.take_along_axis(slots, host, axis=1) == hosts * room
+    return y, (dropped + jnp.sum(unsent, dtype=jnp.int32)).reshape(1), room
 
 
 def group_in_room(

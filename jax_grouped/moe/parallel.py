@@ -47,8 +47,9 @@ class Parallel:
         exchange: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them, and
             sums the results of each token: `T` rows travel from each device to each other one. "padded" exchanges a row
             for each pair of a token and a choice, in room for the worst case, see `plan_exchange`: `top_k` times as
-            many rows. "auto" is "gather", by kernels that write into the other GPUs' memory where JAX and NCCL let
-            them: only the tokens that a device wants travel. Results have the same bits.
+            many rows. "auto" has the bits of "gather": where docs/parallelism.md says so, kernels write only the tokens
+            that the other GPUs need into their memory. Otherwise, with several axes of `experts`, the first is between
+            hosts: a token travels once to each host that has an expert of it, and from there as with "gather".
         dispatch: type of tokens, and of gradients of results, on their way to the experts. "fp8" is that of a
             `Float8BlockScaling` with `pow2_scales`, and halves their bytes; without such a recipe, and with adapters,
             they travel as they are. Tokens and gradients are then rounded along the features before they are rounded

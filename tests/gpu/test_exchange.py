@@ -114,7 +114,9 @@ def test_layers_inside_pmap() -> None:
             options = dict(router=jg.moe.Router(TOP_K), parallel=parallel, recipe=RECIPES["block"])
             return jg.moe.moe_mlp(x, logits, *kernels, **options)[0]
 
-        return np.asarray(jax.pmap(forward, axis_name="expert")(*split, *kernels))
+        program = jax.pmap(forward, axis_name="expert")
+        assert ("@jax_grouped_push_rows" in program.lower(*split, *kernels).as_text()) == (exchange == "auto")
+        return np.asarray(program(*split, *kernels))
 
     np.testing.assert_array_equal(results("auto"), results("gather"))
 

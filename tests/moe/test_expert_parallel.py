@@ -61,6 +61,26 @@ def test_results_and_gradients_are_those_of_one_device() -> None:
         assert str(jax.make_jaxpr(split)(*arrays())).count(f"expected_tokens={share}") == 6, method
 
 
+@pytest.mark.parametrize("method", ["gather", "padded"])
+def test_second_derivatives_are_those_of_one_device(method: str) -> None:
+    weights = jnp.cos(jnp.arange(K, dtype=jnp.float32))
+
+    def loss(*arrays: jax.Array, **options: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(jg.moe.moe_mlp(*arrays, **LAYER, **options)[0]) * weights)
+
+    def norm_of_gradients(*arrays: jax.Array, **options: Any) -> jax.Array:
+        gradients = jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2, 3))(*arrays)
+        squares = sum(jnp.sum(gradient**2) for gradient in gradients)
+        return jax.lax.psum(squares, "data") if options else squares
+
+    def second(*arrays: jax.Array, **options: Any) -> Any:
+        return jax.grad(functools.partial(norm_of_gradients, **options), argnums=(0, 1, 2, 3))(*arrays)
+
+    split = on_devices(functools.partial(second, parallel=Parallel(experts="data", exchange=method)))
+    for got, expected in zip(split(*arrays()), jax.jit(second)(*arrays()), strict=True):
+        assert jnp.linalg.norm(got - expected) <= 1e-5 * jnp.linalg.norm(expected)
+
+
 def test_devices_may_have_the_same_tokens() -> None:
     def result(*arrays: jax.Array, **options: Any) -> Any:
         y, metrics = jg.moe.moe_mlp(*arrays, **LAYER, **options)

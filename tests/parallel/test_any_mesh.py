@@ -117,7 +117,7 @@ def examples(draw: Callable[..., Any]) -> Example:
                     free.remove(axis)
             entries.append(entry)
         specs[name] = P(*(entry or None for entry in entries))
-    methods = draw(st.sampled_from([*itertools.permutations(("gather", "padded"))]))
+    methods = draw(st.sampled_from([*itertools.permutations(("auto", "padded", "gather"), 2)]))
     takes_cache = function in ("grouped_dense", "grouped_mlp", "moe_mlp")
     if recipe is not None:
         takes_cache &= recipe != "delayed" and "features" not in roles and (function, kind) != ("moe_mlp", "explicit")
