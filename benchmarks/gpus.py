@@ -85,7 +85,7 @@ def time_in_turns(works: Sequence[JaxWork]) -> list[list[float]]:
 
 def exposed(spans: Sequence[Span]) -> tuple[float, float]:
     """Returns the seconds in which one GPU communicates, and those in which it does nothing else meanwhile."""
-    words = "nccl", "memcpyp2p", "pushrows", "pushsums", "meet("
+    words = "nccl", "memcpyp2p", "pushrows", "pushsums", "peerbarrier"
     communicates = [span for span in spans if any(word in span.name.lower() for word in words)]
     computes = [span for span in spans if span not in communicates]
 

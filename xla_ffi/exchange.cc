@@ -3,8 +3,11 @@
 // them.
 //
 // XLA makes a result's memory known to all devices: a window. Each of the devices writes its part of the result there,
-// between two meetings of all, on the device. Nothing waits for the host. XLA must not capture the calls in CUDA
-// graphs, where calls that do not need each other's results have no order: devices meet in the order of a stream.
+// between two barriers of all, on the device. Nothing waits for the host. XLA must not capture the calls in CUDA
+// graphs, where calls that do not need each other's results have no order: devices wait for each other in that of a
+// stream.
+//
+// ffi::internal is not stable: check it with each new jaxlib.
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -95,7 +98,7 @@ struct Nccl {
 // What this process knows of the devices of a communicator. XLA keeps its communicators until the process ends.
 struct KnownPeers {
   std::mutex mutex;
-  bool have_met = false;
+  bool is_ready = false;
   Peers peers{};
 
   static KnownPeers& Of(void* communicator) {
@@ -134,7 +137,7 @@ struct Exchange {
     JAX_GROUPED_RETURN_IF_ERROR(FindCommunicator());
     KnownPeers& known = KnownPeers::Of(communicator);
     std::lock_guard<std::mutex> lock(known.mutex);
-    if (!known.have_met) return ffi::Error::Internal("The devices have not met.");
+    if (!known.is_ready) return ffi::Error::Internal("The Initialize stage of a push has not run.");
     peers = known.peers;
     return ffi::Error::Success();
   }
@@ -167,7 +170,7 @@ ffi::Error Prepare(Communicators communicators, ffi::RemainingArgs, ffi::Remaini
   return ffi::Error::Internal(exception.what());
 }
 
-// Gives the devices memory to meet in, once for each communicator. All of them do it at the same time.
+// Gives the devices memory for their barriers, once for each communicator. All of them do it at the same time.
 ffi::Error MakePeers(Communicators communicators, int32_t device, ffi::RemainingArgs, ffi::RemainingRets,
                      const ExchangeAttributes& attributes) try {
   Exchange exchange{communicators, Groups(attributes)};
@@ -175,7 +178,7 @@ ffi::Error MakePeers(Communicators communicators, int32_t device, ffi::Remaining
   void* communicator = exchange.communicator;
   KnownPeers& known = KnownPeers::Of(communicator);
   std::lock_guard<std::mutex> lock(known.mutex);
-  if (known.have_met) return ffi::Error::Success();
+  if (known.is_ready) return ffi::Error::Success();
   Peers& peers = known.peers;
   JAX_GROUPED_RETURN_IF_NCCL_FAILED(count(communicator, &peers.count));
   JAX_GROUPED_RETURN_IF_NCCL_FAILED(rank(communicator, &peers.rank));
@@ -198,12 +201,12 @@ ffi::Error MakePeers(Communicators communicators, int32_t device, ffi::Remaining
   constexpr int kSymmetric = 1;
   JAX_GROUPED_RETURN_IF_NCCL_FAILED(register_window(communicator, memory, kBytes, &window, kSymmetric));
   for (int peer = 0; peer < peers.count; ++peer) {
-    JAX_GROUPED_RETURN_IF_NCCL_FAILED(peer_pointer(window, 0, peer, reinterpret_cast<void**>(&peers.reached[peer])));
+    JAX_GROUPED_RETURN_IF_NCCL_FAILED(peer_pointer(window, 0, peer, reinterpret_cast<void**>(&peers.signals[peer])));
   }
-  peers.meetings = static_cast<uint32_t*>(memory) + kBytes / 2 / sizeof(uint32_t);
-  peers.entered = peers.meetings + 1;
+  peers.barriers = static_cast<uint32_t*>(memory) + kBytes / 2 / sizeof(uint32_t);
+  peers.released = peers.barriers + 1;
   if (had_device) cudaSetDevice(before);
-  known.have_met = true;
+  known.is_ready = true;
   return ffi::Error::Success();
 } catch (const std::exception& exception) {
   return ffi::Error::Internal(exception.what());

@@ -17,6 +17,9 @@ constexpr int64_t kPushBlocks = 64;
 constexpr int kLoads = 4;
 constexpr int kVectorsPerWarp = 32 * kLoads;
 
+// Nanoseconds that a device waits for another one.
+constexpr uint64_t kLongestWait = uint64_t{600} * 1000 * 1000 * 1000;
+
 __device__ uint64_t Nanoseconds() {
   uint64_t time;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
@@ -33,37 +36,37 @@ __device__ void WaitFor(const uint32_t* word, uint32_t number) {
   } while (static_cast<int32_t>(found - number) < 0);
 }
 
-__device__ void Tell(uint32_t* word, uint32_t number) {
+__device__ void Signal(uint32_t* word, uint32_t number) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(number) : "memory");
 }
 
 // Thread i of a warp tells device i that this device is here, and waits for it.
-__device__ void MeetAll(const Peers& peers, uint32_t meeting) {
+__device__ void ArriveAndWait(const Peers& peers, uint32_t barrier) {
   if (threadIdx.x < peers.count) {
-    Tell(peers.reached[threadIdx.x] + peers.rank, meeting);
-    WaitFor(peers.reached[peers.rank] + threadIdx.x, meeting);
+    Signal(peers.signals[threadIdx.x] + peers.rank, barrier);
+    WaitFor(peers.signals[peers.rank] + threadIdx.x, barrier);
   }
   __syncwarp();
 }
 
-__global__ void Meet(const __grid_constant__ Peers peers, Meeting which) {
-  const uint32_t meeting = *peers.meetings + static_cast<uint32_t>(which);
-  MeetAll(peers, meeting);
-  if (threadIdx.x == 0 && which == Meeting::kLast) *peers.meetings = meeting;
+__global__ void PeerBarrier(const __grid_constant__ Peers peers, Barrier which) {
+  const uint32_t barrier = *peers.barriers + static_cast<uint32_t>(which);
+  ArriveAndWait(peers, barrier);
+  if (threadIdx.x == 0 && which == Barrier::kAfterWrites) *peers.barriers = barrier;
 }
 
-// Copies parts of rows after the first meeting. Blocks wait for it where they are: once other kernels have the
-// processors, there may be no room for long. Each device begins with another one, so that no device gets the rows of
-// all at once.
+// Copies parts of rows. Block 0 waits for the other devices, its siblings for block 0. They wait on their SMs: behind a
+// kernel that waits they would have to queue for SMs that other streams have taken. Each device writes to its successor
+// first, so that none receives from all at once.
 __global__ void __launch_bounds__(32 * kWarps)
     PushRows(const __grid_constant__ Peers peers, const __grid_constant__ PeerArrays to, const uint4* __restrict__ rows,
              const uint32_t* __restrict__ wanted, int64_t num_rows, int vectors, int parts) {
-  const uint32_t meeting = *peers.meetings + static_cast<uint32_t>(Meeting::kFirst);
+  const uint32_t barrier = *peers.barriers + static_cast<uint32_t>(Barrier::kBeforeWrites);
   if (blockIdx.x > 0) {
-    if (threadIdx.x == 0) WaitFor(peers.entered, meeting);
+    if (threadIdx.x == 0) WaitFor(peers.released, barrier);
   } else if (threadIdx.x < 32) {
-    MeetAll(peers, meeting);
-    if (threadIdx.x == 0) Tell(peers.entered, meeting);
+    ArriveAndWait(peers, barrier);
+    if (threadIdx.x == 0) Signal(peers.released, barrier);
   }
   __syncthreads();
 
@@ -93,8 +96,8 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 }  // namespace
 
-Status LaunchMeeting(cudaStream_t stream, const Peers& peers, Meeting which) {
-  return LaunchUrgent("Launching a meeting of devices", stream, {dim3(1), dim3(kMostPeers)}, Meet, peers, which);
+Status LaunchBarrier(cudaStream_t stream, const Peers& peers, Barrier which) {
+  return LaunchUrgent("Launching a barrier of devices", stream, {dim3(1), dim3(kMostPeers)}, PeerBarrier, peers, which);
 }
 
 Status LaunchPushRows(cudaStream_t stream, const Peers& peers, const void* rows, const uint32_t* wanted,
@@ -105,7 +108,7 @@ Status LaunchPushRows(cudaStream_t stream, const Peers& peers, const void* rows,
   JAX_GROUPED_RETURN_IF_FAILED(LaunchUrgent("Launching the transfer of rows", stream, {blocks, dim3(32 * kWarps)},
                                             PushRows, peers, to, static_cast<const uint4*>(rows), wanted, num_rows,
                                             static_cast<int>(vectors), static_cast<int>(parts)));
-  return LaunchMeeting(stream, peers, Meeting::kLast);
+  return LaunchBarrier(stream, peers, Barrier::kAfterWrites);
 }
 
 }  // namespace jax_grouped

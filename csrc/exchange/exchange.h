@@ -17,11 +17,11 @@ constexpr int kMostPeers = 32;
 struct Peers {
   int32_t rank;  // of this device
   int32_t count;
-  // Of each device, in memory that all of them can write: how many meetings device i has reached, at i.
-  uint32_t* reached[kMostPeers];
-  // Words of this device: the number of meetings that it has had, and of the last one that let blocks in.
-  uint32_t* meetings;
-  uint32_t* entered;
+  // Of each device, in memory that all of them can write: how many barriers device i has reached, at i.
+  uint32_t* signals[kMostPeers];
+  // Words of this device: how many barriers it has passed, and how many its blocks may pass.
+  uint32_t* barriers;
+  uint32_t* released;
 };
 
 // Where this device's part of a result begins, in the memory of each device.
@@ -29,16 +29,13 @@ struct PeerArrays {
   void* of[kMostPeers];
 };
 
-// Nanoseconds that a device waits for another one. Then the program ends with an error.
-constexpr uint64_t kLongestWait = uint64_t{600} * 1000 * 1000 * 1000;
+// A push has two barriers of all devices. After the first, no device reads the old contents of the results. After the
+// second, all parts have arrived. A device that waits for another one for ten minutes ends the program with an error.
+enum class Barrier : uint32_t { kBeforeWrites = 1, kAfterWrites = 2 };
+Status LaunchBarrier(cudaStream_t stream, const Peers& peers, Barrier which);
 
-// Devices write into each other's memory between two meetings of all: after the first, what they have read before may
-// be overwritten, and after the last, all that they have written is there. These kernels are meetings alone.
-enum class Meeting : uint32_t { kFirst = 1, kLast = 2 };
-Status LaunchMeeting(cudaStream_t stream, const Peers& peers, Meeting which);
-
-// Copies rows of `row_bytes`, a multiple of 16, to the devices that want them, with both meetings. Bit i of a row's
-// `wanted` is that of device i.
+// Copies rows of `row_bytes`, a multiple of 16, to the devices that want them, between both barriers. Bit i of a row's
+// `wanted` is that of the device of rank i.
 Status LaunchPushRows(cudaStream_t stream, const Peers& peers, const void* rows, const uint32_t* wanted,
                       const PeerArrays& to, int64_t num_rows, int64_t row_bytes);
 

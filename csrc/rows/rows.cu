@@ -196,13 +196,13 @@ Status LaunchPushSumsOf(cudaStream_t stream, const SumRowsBuffers& buffers, cons
   const int64_t parts = CeilDiv(features, kFeaturesPerWarp);
   const int64_t blocks =
       std::min<int64_t>(CeilDiv(peers.count * tokens * parts, kWarps), int64_t{kSumBlocks} * properties.processors);
-  JAX_GROUPED_RETURN_IF_FAILED(LaunchMeeting(stream, peers, Meeting::kFirst));
+  JAX_GROUPED_RETURN_IF_FAILED(LaunchBarrier(stream, peers, Barrier::kBeforeWrites));
   JAX_GROUPED_RETURN_IF_FAILED(LaunchUrgent("Launching the transfer of sums", stream,
                                             {dim3(static_cast<unsigned>(blocks)), 32 * kWarps},
                                             buffers.weights == nullptr ? PushSums<Pair, false> : PushSums<Pair, true>,
                                             SummandsOf<Pair>(buffers, choices, rows, features), to, wanted, peers.rank,
                                             peers.count, tokens, static_cast<int>(parts)));
-  return LaunchMeeting(stream, peers, Meeting::kLast);
+  return LaunchBarrier(stream, peers, Barrier::kAfterWrites);
 }
 
 // One feature of a row in the results.

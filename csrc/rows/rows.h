@@ -47,9 +47,8 @@ struct SumRowsBuffers {
 Status LaunchSumRows(cudaStream_t stream, const SumRowsBuffers& buffers, cudaDataType_t type, int64_t tokens,
                      int choices, int64_t rows, int64_t features);
 
-// Does so for the tokens of all devices, one device after another, `tokens` of each, and writes the sums into the
-// memory of the token's device, those that it wants, with both meetings: see LaunchPushRows. `sums` of the buffers is
-// not used.
+// Does so for the tokens of all devices, `tokens` of each, and writes each sum that is wanted into the memory of its
+// token's device, between both barriers: see LaunchPushRows. Ignores `buffers.sums`.
 Status LaunchPushSums(cudaStream_t stream, const SumRowsBuffers& buffers, const Peers& peers, const uint32_t* wanted,
                       const PeerArrays& to, cudaDataType_t type, int64_t tokens, int choices, int64_t rows,
                       int64_t features);
