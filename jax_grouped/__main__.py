@@ -100,8 +100,8 @@ def report(backend: list[str]) -> str:
         rows["extension"] = [f"does not load: {broken}"]
     found = ".".join(map(str, version)) if version else "not loaded"
     needed = ".".join(map(str, primitive.CUBLAS_NEEDED))
-    obstacle = None if error else exchange.find_obstacle()
-    rows["exchange"] = ["none" if error else f"collectives: {obstacle}" if obstacle else "pushes over NVLink"]
+    obstacle = "JAX does not start" if error else exchange.find_obstacle()
+    rows["pushes"] = [f"none: {obstacle}" if obstacle else "over NVLink"]
     rows["cuBLASLt"] = [f"{found} ({needed} or newer needed)"]
     rows["backend"] = backend
     width = max(map(len, rows)) + 2

@@ -149,6 +149,7 @@ struct Exchange {
     const size_t offset = found->offset + static_cast<size_t>(result.Bytes() / peers.count * peers.rank);
     for (int peer = 0; peer < peers.count; ++peer) {
       JAX_GROUPED_RETURN_IF_NCCL_FAILED(peer_pointer(found->window, offset, peer, &parts->of[peer]));
+      if (parts->of[peer] == nullptr) return ffi::Error::Internal("NCCL cannot reach a device's memory over NVLink.");
     }
     return ffi::Error::Success();
   }
@@ -202,6 +203,7 @@ ffi::Error MakePeers(Communicators communicators, int32_t device, ffi::Remaining
   JAX_GROUPED_RETURN_IF_NCCL_FAILED(register_window(communicator, memory, kBytes, &window, kSymmetric));
   for (int peer = 0; peer < peers.count; ++peer) {
     JAX_GROUPED_RETURN_IF_NCCL_FAILED(peer_pointer(window, 0, peer, reinterpret_cast<void**>(&peers.signals[peer])));
+    if (peers.signals[peer] == nullptr) return ffi::Error::Internal("NCCL cannot reach a device over NVLink.");
   }
   peers.barriers = static_cast<uint32_t*>(memory) + kBytes / 2 / sizeof(uint32_t);
   peers.released = peers.barriers + 1;

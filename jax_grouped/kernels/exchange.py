@@ -19,7 +19,7 @@ from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from jax_grouped.core.config import config
-from jax_grouped.core.values import axis_names, vary_alike
+from jax_grouped.core.values import axis_names, axis_size, vary_alike
 from jax_grouped.kernels import primitive
 
 #: `kMostPeers` in csrc.
@@ -52,15 +52,19 @@ class Push:
 
 
 @functools.cache
-def _load_extension() -> ModuleType | None:
-    """Loads the extension and registers its custom calls. Returns None if this installation was built without it."""
+def load_extension() -> ModuleType | str:
+    """Loads the extension and registers its custom calls. Returns it, or why it is not there."""
+    if jax.__version_info__ < (0, 12):
+        return f"they need JAX 0.12 or newer, this is {jax.__version__}"
     try:
         module = importlib.import_module("jax_grouped._exchange")
+        jax.ffi.register_ffi_type("jax_grouped_loaded_for_exchange", module.state_type(), platform="CUDA")
+        for name, handler in module.handlers().items():
+            jax.ffi.register_ffi_target(name, handler, platform="CUDA")
     except ModuleNotFoundError:
-        return None
-    jax.ffi.register_ffi_type("jax_grouped_loaded_for_exchange", module.state_type(), platform="CUDA")
-    for name, handler in module.handlers().items():
-        jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+        return "jax_grouped was built without them, as jaxlib 0.12 was not found"
+    except Exception as error:  # Any type: a later JAX may refuse what this one takes.
+        return f"their extension does not load: {error}"
     return module
 
 
@@ -69,34 +73,31 @@ def find_obstacle() -> str | None:
     """Returns why this process's GPUs do not write into each other's memory, or None."""
     if len(primitive.cuda_devices()) < 2:
         return "JAX sees fewer than two GPUs"
-    if jax.__version_info__ < (0, 12):
-        return f"pushes need JAX 0.12 or newer, this is {jax.__version__}"
     if primitive.find_problem():
         return "the cuda backend cannot run"
     if jax.process_count() > 1:
-        return "pushes need one process for all GPUs"
-    try:
-        module = _load_extension()
-    except ImportError as error:
-        return f"the extension for pushes does not load: {error}"
-    if module is None:
-        return "jax_grouped was built without pushes, which need the headers of jaxlib 0.12"
+        return "they need one process for all GPUs"
+    module = load_extension()
+    if isinstance(module, str):
+        return module
     version = module.nccl_version()
     if version < _NCCL_NEEDED:
         found = f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else "none"
-        return f'pushes need NCCL 2.30 or newer (pip install "nvidia-nccl-cu13>=2.30"), loaded is {found}'
+        return f'they need NCCL 2.30 or newer (pip install "nvidia-nccl-cu13>=2.30"), loaded is {found}'
     return None
 
 
 def find_peers(axis_name: Hashable) -> Peers | None:
     """Returns the devices of a mesh axis, inside `jax.shard_map`, if they can write into each other's memory."""
-    if config.backend == "xla" or find_obstacle() is not None:
-        return None
+    if config.backend == "xla" or jax.debug_nans.value or jax.debug_infs.value or find_obstacle() is not None:
+        return None  # Rows that nobody has pushed may be NaN.
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
-    if not {*axis_names(axis_name)} <= {*mesh.axis_names} or device is None or device.platform != "gpu":
+    # The axis may be one of jax.vmap, by the name of another one of the mesh.
+    if not {*axis_names(axis_name)} <= {*mesh.manual_axes} or device is None or device.platform != "gpu":
         return None
-    return list_peers(mesh.shape, axis_name)
+    peers = list_peers(mesh.shape, axis_name)
+    return peers if peers is not None and peers.group_size == axis_size(axis_name) else None
 
 
 def list_peers(shape: Mapping[Hashable, int], axis_name: Hashable) -> Peers | None:
@@ -173,3 +174,7 @@ def _call_jvp(name: str, *_: Any) -> NoReturn:
     raise NotImplementedError(
         f'{name} has no derivative: for second derivatives of a layer, use Parallel(exchange="gather").'
     )
+
+
+# Register the custom calls at import: an exported program may run before any layer is traced.
+load_extension()

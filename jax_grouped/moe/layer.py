@@ -25,7 +25,7 @@ from jax_grouped.core.values import (
 )
 from jax_grouped.fp8.recipes import Recipe
 from jax_grouped.kernels.activations import Activation, is_gated
-from jax_grouped.kernels.exchange import Push, find_destinations, find_peers
+from jax_grouped.kernels.exchange import Peers, Push, find_destinations, find_peers
 from jax_grouped.kernels.routing import count_choices
 from jax_grouped.moe.exchange import (
     Wire,
@@ -352,10 +352,11 @@ def _run_on_device(
     network = make_network(gate_up, down, fsdp_axis=fsdp_axis if parts > 1 else None)
     recipe = network.recipe
     gathers = devices > 1 and tokens > 0 and parallel.exchange != "padded" and not network.has_lora
+    peers = find_peers(expert_axis) if gathers and parallel.exchange == "push" else None
     # With several axes, the first one is between hosts, unless all devices write into each other's memory.
     host_axes = None
-    if gathers and isinstance(expert_axis, tuple) and axis_size(expert_axis[0]) > 1:
-        host_axes = expert_axis if parallel.exchange == "auto" and find_peers(expert_axis) is None else None
+    if gathers and isinstance(expert_axis, tuple) and axis_size(expert_axis[0]) > 1 and peers is None:
+        host_axes = expert_axis if parallel.exchange != "gather" else None
 
     # One operation chooses the experts and groups the pairs, unless pairs are left out or depend on other devices.
     groups_all = exists is None and not gathers and (has_room or (devices == 1 and drop_by == "even"))
@@ -396,7 +397,7 @@ def _run_on_device(
             drop_by=drop_by,
             distinct=is_chosen,
             wire=wire,
-            pushes=parallel.exchange == "auto",
+            peers=peers,
         )
         if host_axes is not None:
             y, dropped, host_room = _on_tokens_of_hosts(
@@ -465,7 +466,7 @@ def _on_gathered_tokens(
     drop_by: DropBy,
     distinct: bool,
     wire: Wire,
-    pushes: bool,
+    peers: Peers | None,
     sources: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers the tokens of all devices, applies this device's experts to them, and sums each token's results.
@@ -481,9 +482,7 @@ def _on_gathered_tokens(
     experts, priority, me = vary_alike(experts, priority, me)
     axes = varying_axes(experts)
     own_experts = num_experts // devices
-    peers, push = find_peers(expert_axis) if pushes else None, None
-    if peers is not None:
-        push = Push(peers, find_destinations(experts, own_experts, devices))
+    push = None if peers is None else Push(peers, find_destinations(experts, own_experts, devices))
     # The rule has the gradient of x. Where derivatives are of any order, those of the second need the gather's.
     gathered = x if network.recipe is None and push is None else jax.lax.stop_gradient(x)
     received = gather_tokens(gathered, expert_axis, wire.tokens, push)

@@ -25,7 +25,7 @@ from jax_grouped.moe.routing import Routing
 from jax_grouped.ops.inputs import Lora, Weights, arrays_like_kernel
 
 #: Way in which tokens reach the devices of their experts, see `Parallel`.
-ExchangeMethod = Literal["auto", "gather", "padded"]
+ExchangeMethod = Literal["auto", "gather", "padded", "push"]
 #: Type in which rows travel between devices, see `Parallel`.
 RowType = Literal["fp8", "input"]
 
@@ -47,9 +47,10 @@ class Parallel:
         exchange: "gather" gathers the tokens of all `D` devices on each, which applies its own experts to them, and
             sums the results of each token: `T` rows travel from each device to each other one. "padded" exchanges a row
             for each pair of a token and a choice, in room for the worst case, see `plan_exchange`: `top_k` times as
-            many rows. "auto" has the bits of "gather": where docs/parallelism.md says so, kernels write only the tokens
-            that the other GPUs need into their memory. Otherwise, with several axes of `experts`, the first is between
-            hosts: a token travels once to each host that has an expert of it, and from there as with "gather".
+            many rows. "auto" is "gather"; with several axes of `experts`, the first is between hosts: a token travels
+            once to each host that has an expert of it, and from there as with "gather". "push", which is experimental,
+            has the bits of "gather": kernels write the tokens that other GPUs need into their memory. Where they cannot
+            (`python3 -m jax_grouped` says why), it is "auto".
         dispatch: type of tokens, and of gradients of results, on their way to the experts. "fp8" is that of a
             `Float8BlockScaling` with `pow2_scales`, and halves their bytes; without such a recipe, and with adapters,
             they travel as they are. Tokens and gradients are then rounded along the features before they are rounded

@@ -64,7 +64,7 @@ class Layer:
             return y, *pull_back(dy)
 
         self.programs = [
-            jax.jit(functools.partial(step, exchange), compiler_options=options) for exchange in ("auto", "gather")
+            jax.jit(functools.partial(step, exchange), compiler_options=options) for exchange in ("push", "gather")
         ]
 
     def put(self, array: Any, spec: P, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -115,10 +115,10 @@ def test_layers_inside_pmap() -> None:
             return jg.moe.moe_mlp(x, logits, *kernels, **options)[0]
 
         program = jax.pmap(forward, axis_name="expert")
-        assert ("@jax_grouped_push_rows" in program.lower(*split, *kernels).as_text()) == (exchange == "auto")
+        assert ("@jax_grouped_push_rows" in program.lower(*split, *kernels).as_text()) == (exchange == "push")
         return np.asarray(program(*split, *kernels))
 
-    np.testing.assert_array_equal(results("auto"), results("gather"))
+    np.testing.assert_array_equal(results("push"), results("gather"))
 
 
 @pytest.mark.parametrize("options", [replays.CAPTURED, replays.UNCAPTURED], ids=["captured", "not captured"])

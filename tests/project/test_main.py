@@ -59,11 +59,11 @@ def test_the_report_is_whole_whatever_is_wrong(environment: dict[str, str], prob
 def test_the_backend_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda *_: [GPU, GPU])
     monkeypatch.setattr(primitive, "find_problem", lambda: None)
-    for obstacle, line in ((None, "pushes over NVLink"), ("pushes need more", "collectives: pushes need more")):
+    for obstacle, line in ((None, "over NVLink"), ("they need more", "none: they need more")):
         monkeypatch.setattr(exchange, "find_obstacle", lambda obstacle=obstacle: obstacle)
         report = main.report(["cuda"])
         assert "2 x NVIDIA H200 (compute capability 9.0)" in report
-        assert rows(report)["exchange"] == line
+        assert rows(report)["pushes"] == line
     assert main.choose_backend() == ["cuda"]
     with jg.config.override(backend="xla"):
         assert main.choose_backend()[0] == "xla"
