@@ -401,11 +401,11 @@ def _run_on_device(
         )
         if host_axes is not None:
             y, dropped, host_room = _on_tokens_of_hosts(
-                x, experts, weights, num_experts, router, host_axes, shared, wire, apply
+                x, experts, weights, priority, shared, num_experts, host_axes, router=router, wire=wire, apply=apply
             )
             has_room &= host_room == tokens
         else:
-            y, dropped = apply(x, experts, weights, shared, num_experts, expert_axis)
+            y, dropped = apply(x, experts, weights, priority, shared, num_experts, expert_axis)
     else:
         if groups_all:
             order, inverse, group_sizes, no_row = grouped[:4]
@@ -457,6 +457,7 @@ def _on_gathered_tokens(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
+    priority: jax.Array,
     shared: jax.Array | None,
     num_experts: int,
     expert_axis: Hashable,
@@ -478,7 +479,6 @@ def _on_gathered_tokens(
     # Mark x and the weights as varying over the axis of features too: their gradients are then summed over it after
     # the sum of parts, which leaves fewer bytes.
     x, weights, *_ = vary_alike(x, weights, network.gate_up.kernel, me)
-    priority = jax.lax.stop_gradient(weights)
     experts, priority, me = vary_alike(experts, priority, me)
     axes = varying_axes(experts)
     own_experts = num_experts // devices
@@ -529,10 +529,12 @@ def _on_tokens_of_hosts(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    num_experts: int,
-    router: Router,
-    expert_axes: tuple[str, ...],
+    priority: jax.Array,
     shared: jax.Array | None,
+    num_experts: int,
+    expert_axes: tuple[str, ...],
+    *,
+    router: Router,
     wire: Wire,
     apply: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, jax.Array, int]:
@@ -550,18 +552,23 @@ def _on_tokens_of_hosts(
         if router.groups is not None and router.top_groups is not None and router.groups % hosts == 0:
             share = min(router.top_groups / hosts, share)
         room = min(tokens, math.ceil(router.capacity_factor * share * tokens))
-    x, experts, weights, shared, me = vary_alike(x, experts, weights, shared, jax.lax.axis_index(host_axis))
+    given = x, experts, weights, priority, shared, jax.lax.axis_index(host_axis)
+    x, experts, weights, priority, shared, me = vary_alike(*given)
     host = jnp.where((experts >= 0) & (experts < num_experts), experts // own_experts, hosts)
     permutation, exchange = plan_host_exchange(jnp.any(host[..., None] == jnp.arange(hosts), axis=1), room, host_axis)
     received = send_tokens(x, permutation, exchange, wire)
     received_weights = send_tokens(weights, permutation, exchange)
+    received_priority = jax.lax.stop_gradient(received_weights)
+    if router.weights_on == "input":  # Weights are ones.
+        received_priority = send_tokens(priority, permutation, exchange)
     # Rows of no token are zero: numbers of experts are sent from 1 on.
     received_experts = send_tokens(experts + 1, permutation, exchange) - 1 - own_experts * me
     received_experts = jnp.where(
         (received_experts >= 0) & (received_experts < own_experts), received_experts, own_experts
     )
     local_axis = local_axes[0] if len(local_axes) == 1 else local_axes
-    y, dropped = apply(received, received_experts, received_weights, None, own_experts, local_axis, sources=hosts)
+    sent = received, received_experts, received_weights, received_priority
+    y, dropped = apply(*sent, None, own_experts, local_axis, sources=hosts)
     y = sum_returned(y, permutation, exchange, wire, shared)
     dropped = jnp.sum(jax.lax.all_to_all(dropped, host_axis, 0, 0))
     slots = jnp.pad(permutation.inverse, [(0, 0), (0, 1)], constant_values=-1)  # none of hosts

@@ -81,6 +81,22 @@ def test_second_derivatives_are_those_of_one_device(method: str) -> None:
         assert jnp.linalg.norm(got - expected) <= 1e-5 * jnp.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("method", ["gather", "padded"])
+def test_the_lightest_are_dropped_also_of_weights_on_the_input(method: str) -> None:
+    options: dict[str, Any] = dict(capacity_factor=0.5, drop_by="weight", weights_on="input")
+    router = Router(1, score="sigmoid", normalize=False, **options)
+    layer = LAYER | dict(router=router, parallel=Parallel(experts="data", exchange=method))
+    x, logits, *kernels = arrays()
+
+    y = on_devices(lambda *arrays: jg.moe.moe_mlp(*arrays, **layer)[0])(x, logits, *kernels)
+
+    scores, device = np.max(logits, axis=1), np.argmax(logits, axis=1) // (E // DEVICES)
+    for each in range(DEVICES):
+        tokens = np.flatnonzero(device == each)
+        heaviest = tokens[np.argsort(-scores[tokens])[: T // DEVICES // 2]]
+        assert {*np.flatnonzero(np.any(y != 0, axis=1) & (device == each))} == {*heaviest}
+
+
 def test_devices_may_have_the_same_tokens() -> None:
     def result(*arrays: jax.Array, **options: Any) -> Any:
         y, metrics = jg.moe.moe_mlp(*arrays, **LAYER, **options)
