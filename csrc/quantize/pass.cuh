@@ -167,8 +167,8 @@ bool IsGatedGradient(const Quantization& args);
 // Launches that kernel. The setup must have been launched before.
 Status LaunchGatedGradient(cudaStream_t stream, const Quantization& quantization);
 
-// Tells whether the kernel of gathered_columns.cu takes a quantization: rows of 16-bit or FP8 numbers that are gathered,
-// with kBlock1D and columnwise only, without dbias.
+// Tells whether the kernel of gathered_columns.cu takes a quantization: rows of 16-bit or FP8 numbers that are
+// gathered, with kBlock1D and columnwise only, without dbias.
 bool IsGatheredColumns(const Quantization& args);
 
 // Launches that kernel. The setup must have been launched before.
