@@ -489,7 +489,7 @@ def _on_gathered_tokens(
     if network.recipe is None:
         # XLA runs one collective at a time. If this one comes before that of the choices, the router and a shared
         # expert run during it. With a recipe, the quantization of kernels does.
-        received, experts, shared = jax.lax.optimization_barrier((received, experts, shared))
+        received, experts, shared = _in_order(received, experts, shared)
     experts = jax.lax.all_gather(experts, expert_axis, tiled=True) - own_experts * me
     priority = jax.lax.all_gather(priority, expert_axis, tiled=True)
     permutation = group_in_room(
@@ -523,6 +523,15 @@ def _on_gathered_tokens(
     if others := tuple(varying_axes(dropped) - axes):
         dropped = jax.lax.pmax(dropped, others)
     return y, dropped
+
+
+@jax.custom_jvp
+def _in_order(*arrays: Any) -> tuple[Any, ...]:
+    """Computes all arrays before what reads one of them. Before JAX 0.11, gradients of a barrier are never zero."""
+    return jax.lax.optimization_barrier(arrays)
+
+
+_in_order.defjvp(lambda primals, tangents: (_in_order(*primals), tangents))
 
 
 def _on_tokens_of_hosts(
