@@ -95,7 +95,7 @@ struct Nccl {
     if (ffi::Error error = (expression); error.failure()) return error; \
   } while (false)
 
-// What this process knows of the devices of a communicator. XLA keeps its communicators until the process ends.
+// Peers of one communicator, found once. XLA keeps its communicators until the process ends.
 struct KnownPeers {
   std::mutex mutex;
   bool is_ready = false;

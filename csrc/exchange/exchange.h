@@ -17,14 +17,14 @@ constexpr int kMostPeers = 32;
 struct Peers {
   int32_t rank;  // of this device
   int32_t count;
-  // Of each device, in memory that all of them can write: how many barriers device i has reached, at i.
+  // Arrays of one device each, in memory that all of them can write: element i counts the barriers device i reached.
   uint32_t* signals[kMostPeers];
   // Words of this device: how many barriers it has passed, and how many its blocks may pass.
   uint32_t* barriers;
   uint32_t* released;
 };
 
-// Where this device's part of a result begins, in the memory of each device.
+// Addresses of this device's part of a result, in the memory of each device.
 struct PeerArrays {
   void* of[kMostPeers];
 };

@@ -38,7 +38,7 @@ class Peers(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """How devices push tokens and sums to each other, and which.
+    """Devices that push tokens and sums to each other, and which of the tokens each of them needs.
 
     Attributes:
         peers: the devices; static.

@@ -169,7 +169,8 @@ class Gathered(NamedTuple):
 class RowsToQuantize(NamedTuple):
     """Rows of tokens as operand a of a quantized product, which quantizes them, or each token once if it gathers.
 
-    Tokens that have been quantized, with the scales of a stack as `x_scale`, are gathered as they are.
+    A product that gathers reads tokens that are FP8 already, with the scales of a stack as `x_scale`, as they are;
+    others quantize the rows again.
     """
 
     rows: Gathered

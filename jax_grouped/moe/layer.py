@@ -483,7 +483,8 @@ def _on_gathered_tokens(
     axes = varying_axes(experts)
     own_experts = num_experts // devices
     push = None if peers is None else Push(peers, find_destinations(experts, own_experts, devices))
-    # The rule has the gradient of x. Where derivatives are of any order, those of the second need the gather's.
+    # Stop the gather's gradient where the rule below returns that of x. Without a recipe and pushes, second derivatives
+    # need the gather's own.
     gathered = x if network.recipe is None and push is None else jax.lax.stop_gradient(x)
     received = gather_tokens(gathered, expert_axis, wire.tokens, push)
     if network.recipe is None:

@@ -162,7 +162,7 @@ def test_the_ways_of_several_axes() -> None:
 @pytest.mark.slow
 def test_four_hosts_of_four_devices() -> None:
     if jax.device_count() == 16:
-        pytest.skip("runs there")
+        pytest.skip("this is the process of 16 devices that the test itself starts")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "4 or room"]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "16", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False, timeout=900)
